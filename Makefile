@@ -1,0 +1,35 @@
+# Every target makes what it needs: an environment of its own in .venv, from the package registry alone.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test test-slow lint types format clean
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test]'
+	touch $@
+
+demo: $(READY)  ## train a small GPT four ways, to a table and a picture
+	$(BIN)/halfstep train --compare --dtype float16 --lr 1e-3 --out runs/compare-float16-1e-3
+
+test: lint types  ## all tests but the slow ones
+	$(BIN)/pytest -m 'not slow'
+
+test-slow: $(READY)  ## the slow ones: every float32 mantissa, long runs
+	$(BIN)/pytest -m slow --timeout 3600
+
+lint: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: $(READY)
+	$(BIN)/pyright
+
+format: $(READY)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean:
+	rm -rf $(VENV) runs

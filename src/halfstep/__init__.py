@@ -1,0 +1,7 @@
+"""halfstep: train PyTorch models whose weights and gradients are 16 bits, with the result of float32 training."""
+
+from halfstep.optimizers import Adam, AdamFP16, AdamW, WeightDecay
+from halfstep.scaler import GradScaler, GradScalerFP16
+
+__all__ = ["Adam", "AdamFP16", "AdamW", "GradScaler", "GradScalerFP16", "WeightDecay"]
+__version__ = "0.1.0"

@@ -1,0 +1,56 @@
+"""Who runs a plan: one file a backend. Here a plan's backend is chosen, and the choice explained."""
+
+import functools
+import importlib
+from typing import NamedTuple
+
+from halfstep.backends.eager import EAGER
+from halfstep.contracts import Backend, Kernel, Plan
+
+BACKENDS = ("cpu", "eager")
+"""Every backend by its name, the fastest first. Tests run each format and rule on each."""
+
+
+class Unavailable(RuntimeError):
+    """A backend was asked for by name and cannot run the tensors."""
+
+
+class Choice(NamedTuple):
+    """A plan's backend and why it was taken: the reasons for which faster ones were not, or an empty text."""
+
+    backend: Backend
+    reason: str
+
+
+@functools.cache
+def load(name: str) -> Backend | str:
+    """Return the backend called ``name``, or say why it is missing here. Its compiler is imported now, not before."""
+    if name == "eager":
+        return EAGER
+    try:
+        return importlib.import_module(f"halfstep.backends.{name}").CPU
+    except ImportError as error:
+        return f"{error.name or 'its compiler'} cannot be imported ({error})"
+
+
+@functools.cache
+def choose(plan: Plan, requested: str) -> Choice:
+    """Choose the backend of ``plan``: the one requested, or with "auto" the fastest that can run it.
+
+    Raises:
+        Unavailable: the one requested cannot run ``plan``; the text says why and what would.
+    """
+    reasons = []
+    for name in BACKENDS if requested == "auto" else (requested,):
+        backend = load(name)
+        reason = backend if isinstance(backend, str) else backend.refuses(plan)
+        if reason is None and not isinstance(backend, str):
+            return Choice(backend, "; ".join(reasons))
+        reasons.append(f"not {name}: {reason}")
+    raise Unavailable(f"backend={requested!r} cannot run here: {reasons[0]}. Use backend='auto' or 'eager'.")
+
+
+@functools.cache
+def kernel(plan: Plan, requested: str) -> Kernel:
+    """Return the compiled kernel of ``plan`` on its chosen backend."""
+    return choose(plan, requested).backend.compile(plan)

@@ -1,0 +1,187 @@
+"""The optimizers: their signatures and defaults. What they compute is in `rules`."""
+
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.engine import LIVE, HalfOptimizer
+from halfstep.rules.adam import ADAM
+
+_WAYS_OUT = {
+    "amsgrad": "AMSGrad is not offered; leave it out, or use torch.optim with float32 params",
+    "foreach": "all tensors are stepped together anyhow; leave it out, or choose with backend=",
+    "fused": "the step is one pass over memory anyhow; leave it out, or choose with backend=",
+    "capturable": "a step cannot be captured in a CUDA graph; leave it out",
+    "differentiable": "a step cannot be differentiated; leave it out, or use torch.optim with float32 params",
+}
+
+
+def _refuse(**arguments: Any) -> None:
+    """Raise for an argument of torch's that has no meaning here, unless it asks for nothing."""
+    for name, value in arguments.items():
+        if value:
+            raise ValueError(f"{name}={value!r}: {_WAYS_OUT[name]}")
+
+
+class Adam(HalfOptimizer):
+    r"""Step as `torch.optim.Adam` does in float32, on params of 16 bits.
+
+    $\theta_t = d\,\theta_{t-1} - \alpha_t\, m_t / (a_t \sqrt{v_t} + \epsilon)$, written out in `halfstep.rules.adam`.
+
+    Args:
+        params: float16, bfloat16 or float32 params, named pairs, or group dicts; any shape, device and strides.
+        lr, betas, eps, weight_decay, maximize, decoupled_weight_decay: as in torch; ``lr`` may be a tensor.
+        amsgrad, foreach, capturable, differentiable, fused: accepted at None or False.
+        weights: how a 16-bit param's float32 weight is kept: "split16" (2 bytes more), "master32" (4), "rounded" (0,
+            updates under half an ulp are lost).
+        moments: how the averages are kept: "float32" (8 bytes) or `torch.float32`.
+        backend: "auto", or by name "cpu" or "eager".
+
+    Raises:
+        ValueError, TypeError: an argument or a param is none of these.
+
+    Exactness:
+        With "split16" (float16: from 2**-16 on) and "master32", bit for bit our own step on float32 params.
+    """
+
+    rule = ADAM
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        weights: str = "split16",
+        moments: str | torch.dtype = "float32",
+        backend: str = "auto",
+    ) -> None:
+        _refuse(amsgrad=amsgrad, foreach=foreach, capturable=capturable, differentiable=differentiable, fused=fused)
+        own = {"decoupled_weight_decay": decoupled_weight_decay, "maximize": maximize}
+        teaching = {"absolute_weight_decay": False, "optimized_update": False}
+        kept = {"weights": weights, "moments": moments, "backend": backend}
+        rates = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**rates, **own, **teaching, **kept})
+
+
+class AdamW(Adam):
+    """Step as `torch.optim.AdamW` does in float32, on params of 16 bits; see `Adam` for the arguments."""
+
+    # as torch's AdamW, which stays decoupled whatever state it loads
+    _live = (*LIVE, "decoupled_weight_decay")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        weights: str = "split16",
+        moments: str | torch.dtype = "float32",
+        backend: str = "auto",
+    ) -> None:
+        unused = {"foreach": foreach, "capturable": capturable, "differentiable": differentiable, "fused": fused}
+        kept = {"weights": weights, "moments": moments, "backend": backend}
+        super().__init__(
+            params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, decoupled_weight_decay=True, **unused, **kept
+        )
+
+
+class WeightDecay:
+    r"""Say how `AdamFP16` decays its weights.
+
+    Decoupled, $\theta \leftarrow (1 - \eta\lambda)\,\theta$ before the step, or $(1 - \lambda)\,\theta$ where ``absolute``;
+    otherwise L2, $g \leftarrow g + \lambda\,\theta$.
+
+    Args:
+        weight_decay: $\lambda$, >= 0.
+        weight_decouple: decay the weight itself rather than its gradient.
+        absolute: leave the learning rate out; means nothing with L2.
+
+    Source:
+        labml.ai's ``WeightDecay``. There ``__call__`` computes; here the compiled rule does, so a subclass cannot.
+    """
+
+    def __init__(self, weight_decay: float = 0.0, weight_decouple: bool = True, absolute: bool = False) -> None:
+        self.weight_decay = weight_decay
+        self.weight_decouple = weight_decouple
+        self.absolute = absolute
+
+    def defaults(self) -> dict[str, Any]:
+        """Return the options of a param group that this decay stands for."""
+        return {
+            "weight_decay": self.weight_decay,
+            "decoupled_weight_decay": self.weight_decouple,
+            "absolute_weight_decay": self.absolute,
+        }
+
+
+class AdamFP16(HalfOptimizer):
+    r"""Step as the teaching implementation does: Adam on a float32 copy of each 16-bit param.
+
+    $\theta_t = \theta_{t-1} - \eta\,\frac{\sqrt{1-\beta_2^t}}{1-\beta_1^t}\,\frac{m_t}{\sqrt{v_t} + \epsilon}$, or with
+    ``optimized_update=False`` Adam's own $\eta\,\hat m_t / (\sqrt{\hat v_t} + \epsilon)$.
+
+    Args:
+        params: as `AdamW` takes them.
+        lr, betas, eps: as in Adam; ``eps`` stands beside the bare root with ``optimized_update``.
+        weight_decay: a `WeightDecay`.
+        optimized_update: which of the two forms.
+        defaults: further defaults of param groups, such as ``{"weights": "split16"}``.
+
+    Raises:
+        TypeError: ``weight_decay`` is no `WeightDecay`, or a subclass that computes in ``__call__``.
+
+    Source:
+        labml.ai's ``AdamFP16``. It keeps its master and moments in float32 through ``load_state_dict``, lets clipping
+        between ``unscale_`` and ``step`` count, and never replaces a param's storage.
+    """
+
+    rule = ADAM
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-16,
+        weight_decay: WeightDecay = WeightDecay(),  # noqa: B008, the teaching implementation's signature; never changed
+        optimized_update: bool = True,
+        defaults: dict[str, Any] | None = None,
+    ) -> None:
+        if not isinstance(weight_decay, WeightDecay):
+            raise TypeError(f"weight_decay={weight_decay!r}: must be a WeightDecay, as WeightDecay({weight_decay!r})")
+        if callable(weight_decay):
+            raise TypeError(
+                f"weight_decay={type(weight_decay).__name__}(...) defines __call__, which is not run: the step is compiled. "
+                "Choose among WeightDecay's own three forms, or write a rule (halfstep.rules)"
+            )
+        kept = {"weights": "master32", "moments": "float32", "backend": "auto", "maximize": False}
+        rates = {"lr": lr, "betas": betas, "eps": eps, "optimized_update": optimized_update}
+        super().__init__(params, {**kept, **(defaults or {}), **rates, **weight_decay.defaults()})
+
+    @property
+    def grad_fp32(self) -> MappingProxyType[Tensor, Tensor]:
+        """The float32 gradients of 16-bit params, read-only, between the scaler's ``unscale_`` and ``step``."""
+        params = (param for group in self.param_groups for param in group["params"] if param.grad is not None)
+        half = (p for p in params if p.dtype is not torch.float32 and p.grad.dtype is torch.float32)
+        return MappingProxyType({param: param.grad for param in half})

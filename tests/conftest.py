@@ -1,0 +1,26 @@
+"""What every test may use."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+@pytest.fixture(params=HALVES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+def half(request: pytest.FixtureRequest) -> torch.dtype:
+    """Each 16-bit dtype."""
+    return request.param
+
+
+@pytest.fixture(params=("cpu", "eager"))
+def backend(request: pytest.FixtureRequest) -> str:
+    """Each backend by its name."""
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield
