@@ -15,7 +15,7 @@ demo: $(READY)  ## train a small GPT four ways, to a table and a picture
 	$(BIN)/halfstep train --compare --dtype float16 --lr 1e-3 --out runs/compare-float16-1e-3
 
 test: lint types  ## all tests but the slow ones
-	$(BIN)/pytest -m 'not slow'
+	$(BIN)/pytest
 
 test-slow: $(READY)  ## the slow ones: every float32 mantissa, long runs
 	$(BIN)/pytest -m slow --timeout 3600
@@ -25,7 +25,7 @@ lint: $(READY)
 	$(BIN)/ruff format --check
 
 types: $(READY)
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 format: $(READY)
 	$(BIN)/ruff check --fix

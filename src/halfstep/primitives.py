@@ -115,7 +115,9 @@ def bind(
     namespace: dict[str, Any] = {"__name__": function.__module__}
     for name in function.__code__.co_names:
         if name not in function.__globals__:
-            raise TypeError(f"{here} uses {name!r}, which its module does not define: use the words of halfstep.primitives")
+            raise TypeError(
+                f"{here} uses {name!r}, which its module does not define: use the words of halfstep.primitives"
+            )
         value = function.__globals__[name]
         if VOCABULARY.get(name) is value:
             namespace[name] = words[name]
@@ -126,8 +128,12 @@ def bind(
         elif isinstance(value, float):
             namespace[name] = constant(np.float32(value))
         else:
-            raise TypeError(f"{here} uses {name!r}, a {type(value).__name__}: only words, functions and numbers compile")
+            raise TypeError(
+                f"{here} uses {name!r}, a {type(value).__name__}: only words, functions and numbers compile"
+            )
     constants = tuple(constant(np.float32(c)) if isinstance(c, float) else c for c in function.__code__.co_consts)
-    copy = types.FunctionType(function.__code__.replace(co_consts=constants), namespace, function.__name__, function.__defaults__)
+    copy = types.FunctionType(
+        function.__code__.replace(co_consts=constants), namespace, function.__name__, function.__defaults__
+    )
     copy.__module__, copy.__qualname__, copy.__doc__ = function.__module__, function.__qualname__, function.__doc__
     return compiled(copy)

@@ -112,7 +112,11 @@ def _kernel(plan: Plan) -> Callable[..., None]:
     formats = (plan.weight, *plan.moments)
     numbers = [_number(part.dtype) for format in formats for part in format.parts] + [_number(plan.grad.parts[0].dtype)]
     count = plan.rule.update.__code__.co_argcount - 2 - len(plan.moments)  # the rule's scalars: all else is known
-    names: dict[str, Any] = {"update": bind(plan.rule.update), "load_grad": bind(plan.grad.load), "carray": numba.carray}
+    names: dict[str, Any] = {
+        "update": bind(plan.rule.update),
+        "load_grad": bind(plan.grad.load),
+        "carray": numba.carray,
+    }
     names |= {"pointer": _pointer, **{number.__name__: number for number in numbers}}
 
     def read(k: int) -> str:
@@ -221,7 +225,9 @@ def _step(kernel: Callable[..., None], jobs: Sequence[Job]) -> list[int]:
     straight = [k for k, job in enumerate(jobs) if job.param.is_contiguous() and job.grad.is_contiguous()]
     if straight:
         tensors = ((jobs[k].param, *jobs[k].state, jobs[k].grad) for k in straight)
-        rows = [([t.data_ptr() for t in parts], parts[0].numel(), jobs[k].scalars) for k, parts in zip(straight, tensors)]
+        rows = [
+            ([t.data_ptr() for t in parts], parts[0].numel(), jobs[k].scalars) for k, parts in zip(straight, tensors)
+        ]
         for k, n in zip(straight, _run(kernel, rows).tolist(), strict=True):
             saturated[k] = n
     for k in set(range(len(jobs))) - set(straight):

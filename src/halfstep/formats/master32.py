@@ -4,6 +4,7 @@ import torch
 
 from halfstep.contracts import Format, Part
 from halfstep.formats.plain import (
+    INFINITY,
     MAGNITUDE,
     SATURATES_BF16,
     SATURATES_F16,
@@ -15,33 +16,39 @@ from halfstep.formats.plain import (
     store_bf16,
     store_f16,
 )
-from halfstep.primitives import bits, from_bits, select, to_i32, widen_f16
+from halfstep.primitives import bits, from_bits, select, widen_f16
 
 # The copy holds as long as the param is a nearest neighbour of it; of two equally near, either will do, since a param
-# rounded elsewhere may have gone the other way. Otherwise the param was written from outside and is the truth. NaN
-# needs no case of its own: a NaN on one side only is no neighbour, and on both sides either answer is NaN.
+# rounded elsewhere may have gone the other way. Otherwise the param was written from outside and is the truth. NaN has
+# no neighbours: beside a copy that is NaN the param is the truth, which is NaN as well unless it was written.
 
 
 def load_master_bf16(param, master):
     b = bits(master)
     magnitude = b & MAGNITUDE
-    magnitude = select(saturates_bf16(master), SATURATES_BF16 - 1, magnitude)
     sign = (b & SIGN) >> 16
+    settled = select(magnitude >= SATURATES_BF16, SATURATES_BF16 - 1, magnitude)
     # the nearest neighbour is the sum's upper half, with ties away from zero and towards it
-    away = (to_i32(magnitude + 0x8000) >> 16) | sign
-    toward = (to_i32(magnitude + 0x7FFF) >> 16) | sign
-    return select((param == away) | (param == toward), master, load_bf16(param))
+    away = (settled + 0x8000) >> 16 | sign
+    toward = (settled + 0x7FFF) >> 16 | sign
+    near = (param == away) | (param == toward)
+    near = select(magnitude >= INFINITY, param == (b >> 16), near)
+    return select(near, master, load_bf16(param))
 
 
 def load_master_f16(param, master):
     (nearest,) = store_f16(master)
-    magnitude = select(saturates_f16(master), SATURATES_F16 - 1, bits(master) & MAGNITUDE)
-    target = from_bits(magnitude)
-    distance = bits(widen_f16(param & 0x7FFF) - target) & MAGNITUDE
-    least = bits(widen_f16(nearest & 0x7FFF) - target) & MAGNITUDE
-    same_sign = (param & SIGN) == (bits(master) & SIGN)
-    near = (param == nearest) | (same_sign & (distance == least))
-    return select(near, master, load_f16(param))
+    b = bits(master)
+    magnitude = from_bits(select(saturates_f16(master), SATURATES_F16 - 1, b & MAGNITUDE))
+    distance = magnitude_of(widen_f16(param & 0x7FFF) - magnitude)
+    least = magnitude_of(widen_f16(nearest & 0x7FFF) - magnitude)
+    # comparing floats: an infinite copy has no other neighbour, and a NaN none
+    tied = (distance == least) & ((param & SIGN) == (b & SIGN))
+    return select((param == nearest) | tied, master, load_f16(param))
+
+
+def magnitude_of(value):
+    return from_bits(bits(value) & MAGNITUDE)
 
 
 def store_master_bf16(weight):

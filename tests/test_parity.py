@@ -1,0 +1,132 @@
+"""P10: every backend gives the same bits, for any value, cut and number of threads."""
+
+import pytest
+import torch
+from harness import (
+    WEIGHT_FORMATS,
+    assert_same,
+    copy,
+    job,
+    load,
+    plans,
+    run,
+    specials,
+    spread,
+    store,
+)
+
+from halfstep.backends import BACKENDS, cpu, eager
+from halfstep.contracts import Format, Job, Plan
+from halfstep.primitives import VOCABULARY
+from halfstep.rules import RULES
+
+PLANS = {f"{name}-{key}": plan for name, rule in RULES.items() for key, plan in plans(rule).items()}
+OTHERS = [name for name in BACKENDS if name != "eager"]
+
+
+def assert_jobs_same(a: Job, b: Job) -> None:
+    for one, other in zip((a.param, *a.state), (b.param, *b.state), strict=True):
+        assert_same(one, other)
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("wild", [False, True], ids=["ordinary", "wild"])
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_p10_a_step_has_the_same_bits(plan: Plan, wild: bool, other: str) -> None:
+    # sizes that no vector width divides; different step counts in one call
+    jobs = [job(plan, shape, seed, step, wild=wild) for seed, (shape, step) in enumerate([((5003,), 1), ((3, 7), 900), ((), 5)])]
+    want, got = [copy(j) for j in jobs], [copy(j) for j in jobs]
+    counts = run(plan, want, "eager"), run(plan, got, other)
+    for a, b in zip(want, got, strict=True):
+        assert_jobs_same(a, b)
+    assert counts[0] == counts[1]
+    assert not torch.equal(want[0].param, jobs[0].param), "nothing was stepped"
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("format", WEIGHT_FORMATS.values(), ids=WEIGHT_FORMATS)
+def test_p10_a_format_has_the_same_bits(format: Format, other: str) -> None:
+    values = torch.cat([specials(), spread(200_000)])
+    want = store(format, values, "eager")
+    for a, b in zip(want, store(format, values, other), strict=True):
+        assert_same(a, b)
+    # any bits in the parts, as a param written from outside beside a stale remainder has them
+    parts = [spread(200_000).view(torch.uint8)[: 200_000 * p.element_size()].clone().view(p.dtype) for p in want]
+    assert_same(load(format, parts, "eager"), load(format, parts, other))
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_p10_cut_anywhere_the_bits_stay(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = job(plan, (997, 3), 5, 7, wild=True)
+    want = copy(whole)
+    run(plan, [want], "eager")
+
+    def cut(backend: str) -> Job:
+        got = copy(whole)
+        rows = [0, 1, 400, 400, 997]
+        parts = [
+            Job(got.param[a:b], got.grad[a:b], tuple(s[a:b] for s in got.state), got.scalars)
+            for a, b in zip(rows, rows[1:], strict=False)
+        ]
+        run(plan, parts, backend)
+        return got
+
+    for backend in BACKENDS:
+        assert_jobs_same(want, cut(backend))
+    monkeypatch.setattr(eager, "PIECE", 100)
+    monkeypatch.setattr(cpu, "SPAN", 10)
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            for backend in BACKENDS:
+                assert_jobs_same(want, cut(backend))
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_p10_strides_change_nothing(plan: Plan, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "STAGED", 64)
+    monkeypatch.setattr(eager, "PIECE", 64)
+    want = job(plan, (6, 5, 7), 3, 4)
+    got = copy(want)
+    strided = Job(
+        got.param.permute(2, 0, 1).contiguous().permute(1, 2, 0),
+        got.grad.permute(1, 2, 0).contiguous().permute(2, 0, 1),
+        got.state,
+        got.scalars,
+    )
+    assert not strided.param.is_contiguous()
+    run(plan, [want], "eager")
+    run(plan, [strided], backend)
+    assert_same(want.param, strided.param)
+    for a, b in zip(want.state, strided.state, strict=True):
+        assert_same(a, b)
+
+
+def test_every_backend_binds_every_word() -> None:
+    assert set(VOCABULARY) == set(eager.WORDS) == set(cpu.WORDS)
+
+
+def test_an_unbound_word_says_what_to_do() -> None:
+    for name, word in VOCABULARY.items():
+        arguments = [0] * word.__code__.co_argcount
+        with pytest.raises(TypeError, match=rf"{name}\(\) has no meaning of its own: pass .* to a backend's bind\(\)"):
+            word(*arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", WEIGHT_FORMATS.values(), ids=WEIGHT_FORMATS)
+def test_p10_every_mantissa_has_the_same_bits(format: Format) -> None:
+    mantissas = torch.arange(2**23, dtype=torch.int32)
+    # exponents around each place where a format changes its ways, and one in the middle of nowhere
+    for exponent in (0, 1, 77, 101, 102, 103, 110, 111, 112, 113, 127, 141, 142, 143, 254):
+        for sign in (0, -(2**31)):
+            values = ((mantissas | (exponent << 23)) | sign).view(torch.float32)
+            want = store(format, values, "eager")
+            for other in OTHERS:
+                for a, b in zip(want, store(format, values, other), strict=True):
+                    assert_same(a, b)
+                assert_same(load(format, want, "eager"), load(format, want, other))
