@@ -53,7 +53,9 @@ def specials() -> Tensor:
 
 def spread(n: int, generator: torch.Generator | None = None) -> Tensor:
     """``n`` float32 values of any bits at all: every exponent, subnormals, infinities and NaNs."""
-    return torch.randint(-(2**31), 2**31, (n,), generator=generator, dtype=torch.int64).to(torch.int32).view(torch.float32)
+    return (
+        torch.randint(-(2**31), 2**31, (n,), generator=generator, dtype=torch.int64).to(torch.int32).view(torch.float32)
+    )
 
 
 def assert_same(a: Tensor, b: Tensor) -> None:
@@ -66,7 +68,9 @@ def assert_same(a: Tensor, b: Tensor) -> None:
         differs &= ~(a.isnan() & b.isnan())
     if differs.any():
         where = differs.nonzero()[0].tolist()
-        raise AssertionError(f"{int(differs.sum())} of {differs.numel()} differ, first at {where}: {a[*where]}, {b[*where]}")
+        raise AssertionError(
+            f"{int(differs.sum())} of {differs.numel()} differ, first at {where}: {a[*where]}, {b[*where]}"
+        )
 
 
 def _assign(weight, grad):
@@ -114,7 +118,9 @@ def job(plan: Plan, shape: tuple[int, ...], seed: int, step: int, *, wild: bool 
     def some(scale: float, square: bool = False) -> Tensor:
         values = torch.randn(n, generator=generator) * torch.randn(n, generator=generator).exp() * scale
         if wild:
-            values = torch.cat([specials(), spread(n, generator)])[torch.randperm(n + specials().numel(), generator=generator)[:n]]
+            values = torch.cat([specials(), spread(n, generator)])[
+                torch.randperm(n + specials().numel(), generator=generator)[:n]
+            ]
         return (values.abs() if square else values).view(shape)
 
     param, *state = store(plan.weight, some(0.1), "eager")
@@ -130,7 +136,7 @@ def copy(job: Job) -> Job:
 
 
 def plans(rule: Rule) -> dict[str, Plan]:
-    """Every plan of ``rule``: each weight format, with gradients of the param's dtype and of float32, each moment format."""
+    """Every plan of ``rule``: each weight format, gradients of the param's dtype and of float32, each moment format."""
     return {
         f"{weight}-{str(grad).removeprefix('torch.')}-{moments}": Plan(
             rule, format, (MOMENT_FORMATS[moments],) * len(rule.moments), GRADS[grad], CPU

@@ -1,7 +1,14 @@
 """P10: every backend gives the same bits, for any value, cut and number of threads."""
 
+import itertools
+
 import pytest
 import torch
+
+from halfstep.backends import BACKENDS, cpu, eager
+from halfstep.contracts import Format, Job, Plan
+from halfstep.primitives import VOCABULARY
+from halfstep.rules import RULES
 from harness import (
     WEIGHT_FORMATS,
     assert_same,
@@ -14,11 +21,6 @@ from harness import (
     spread,
     store,
 )
-
-from halfstep.backends import BACKENDS, cpu, eager
-from halfstep.contracts import Format, Job, Plan
-from halfstep.primitives import VOCABULARY
-from halfstep.rules import RULES
 
 PLANS = {f"{name}-{key}": plan for name, rule in RULES.items() for key, plan in plans(rule).items()}
 OTHERS = [name for name in BACKENDS if name != "eager"]
@@ -34,7 +36,10 @@ def assert_jobs_same(a: Job, b: Job) -> None:
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_p10_a_step_has_the_same_bits(plan: Plan, wild: bool, other: str) -> None:
     # sizes that no vector width divides; different step counts in one call
-    jobs = [job(plan, shape, seed, step, wild=wild) for seed, (shape, step) in enumerate([((5003,), 1), ((3, 7), 900), ((), 5)])]
+    jobs = [
+        job(plan, shape, seed, step, wild=wild)
+        for seed, (shape, step) in enumerate([((5003,), 1), ((3, 7), 900), ((), 5)])
+    ]
     want, got = [copy(j) for j in jobs], [copy(j) for j in jobs]
     counts = run(plan, want, "eager"), run(plan, got, other)
     for a, b in zip(want, got, strict=True):
@@ -66,7 +71,7 @@ def test_p10_cut_anywhere_the_bits_stay(plan: Plan, monkeypatch: pytest.MonkeyPa
         rows = [0, 1, 400, 400, 997]
         parts = [
             Job(got.param[a:b], got.grad[a:b], tuple(s[a:b] for s in got.state), got.scalars)
-            for a, b in zip(rows, rows[1:], strict=False)
+            for a, b in itertools.pairwise(rows)
         ]
         run(plan, parts, backend)
         return got

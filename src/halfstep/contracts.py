@@ -48,7 +48,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Part:
-    """One stored tensor of a format. ``load`` and ``store`` see a float32 part as float32, any other as its bits, int32.
+    """One stored tensor of a format. ``load`` and ``store`` see float32 parts as float32, others as bits in int32.
 
     Args:
         name: its key in the optimizer's state; behind a moment's name and an underscore where that is not empty.
@@ -117,7 +117,7 @@ class Job:
 
 
 Kernel = Callable[[Sequence[Job]], Sequence[Tensor | int]]
-"""Steps every job in place; returns for each how many of its weights saturated (a tensor where only the device knows)."""
+"""Steps every job in place and returns each one's count of saturated weights, a tensor where only the device knows."""
 
 
 class Backend(Protocol):

@@ -6,19 +6,20 @@ import os
 import platform
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Any
+from typing import Any, TypeAlias
 
 import numba
 import numpy as np
 import torch
 from llvmlite import binding as llvm
 from llvmlite import ir
-from numba import config, types
+from numba import carray, config, types  # pyright: ignore[reportPrivateImportUsage]
 from numba.extending import intrinsic
+from torch import Tensor
 
 from halfstep import primitives
 from halfstep.backends.pieces import pieces
-from halfstep.contracts import Job, Kernel, Plan
+from halfstep.contracts import Backend, Job, Kernel, Plan
 
 #: Elements of a tensor with other strides that are copied, stepped and written back at a time: 4 MiB a buffer.
 STAGED = 2**20
@@ -28,47 +29,32 @@ SPAN = 2**14
 _jit = functools.partial(numba.njit, nogil=True, error_model="numpy")  # no fastmath: nothing contracts into an FMA
 
 
-@intrinsic
-def _bits(context, x):
-    return types.int32(types.float32), lambda c, b, s, a: b.bitcast(a[0], ir.IntType(32))
+def _intrinsic(result: types.Type, argument: types.Type, code: Callable[[Any, Any], Any]) -> Any:
+    """A function of one value, given as LLVM instructions: ``code(builder, value)``."""
+
+    def typed(context, value):
+        return result(argument), lambda _context, builder, _signature, values: code(builder, values[0])
+
+    return intrinsic(typed)
 
 
-@intrinsic
-def _float_of(context, x):
-    return types.float32(types.int32), lambda c, b, s, a: b.bitcast(a[0], ir.FloatType())
-
-
-@intrinsic
-def _widen_f16(context, x):
-    def code(c, b, s, a):
-        return b.fpext(b.bitcast(b.trunc(a[0], ir.IntType(16)), ir.HalfType()), ir.FloatType())
-
-    return types.float32(types.int32), code
-
-
-@intrinsic
-def _narrow_f16(context, x):
-    def code(c, b, s, a):
-        return b.sext(b.bitcast(b.fptrunc(a[0], ir.HalfType()), ir.IntType(16)), ir.IntType(32))
-
-    return types.int32(types.float32), code
-
-
-@intrinsic
-def _pointer(context, address):
-    return types.voidptr(types.int64), lambda c, b, s, a: b.inttoptr(a[0], ir.IntType(8).as_pointer())
-
+_I16, _I32, _HALF, _FLOAT = ir.IntType(16), ir.IntType(32), ir.HalfType(), ir.FloatType()
+_bits = _intrinsic(types.int32, types.float32, lambda b, x: b.bitcast(x, _I32))
+_float = _intrinsic(types.float32, types.int32, lambda b, x: b.bitcast(x, _FLOAT))
+_widen = _intrinsic(types.float32, types.int32, lambda b, x: b.fpext(b.bitcast(b.trunc(x, _I16), _HALF), _FLOAT))
+_narrow = _intrinsic(types.int32, types.float32, lambda b, x: b.sext(b.bitcast(b.fptrunc(x, _HALF), _I16), _I32))
+_pointer = _intrinsic(types.voidptr, types.int64, lambda b, x: b.inttoptr(x, ir.IntType(8).as_pointer()))
 
 WORDS: dict[str, Callable[..., Any]] = {
     "sqrt": _jit(lambda x: math.sqrt(x)),
     "div": _jit(lambda a, b: a / b),
     "bits": _bits,
-    "from_bits": _jit(lambda b: _float_of(np.int32(b))),
+    "from_bits": _jit(lambda b: _float(np.int32(b))),
     "to_i32": _jit(lambda b: np.int32(b)),
     "to_f32": _jit(lambda b: np.float32(b)),
     "select": _jit(lambda condition, a, b: a if condition else b),
-    "widen_f16": _jit(lambda half: _widen_f16(np.int32(half))),
-    "narrow_f16": _narrow_f16,
+    "widen_f16": _jit(lambda half: _widen(np.int32(half))),
+    "narrow_f16": _narrow,
 }
 
 
@@ -80,7 +66,7 @@ def bind(function: Callable[..., Any]) -> Callable[..., Any]:
 
 # The stored parts of a plan differ in number, so its loop is written out from this text: an element's parts are read,
 # passed through load, update and store, and written back. `kernel` slices and `loop` counts from 0, because with
-# offsets inside the loop LLVM does not vectorise it, and with a 64-bit count it takes 2 elements at a time instead of 8.
+# offsets inside the loop LLVM does not vectorise it, and with a 64-bit count it takes 2 elements at a time, not 8.
 _SOURCE = """
 def loop({arrays}, {scalars}):
     saturated = int32(0)
@@ -108,46 +94,43 @@ def _number(dtype: torch.dtype) -> type[np.number]:
 
 
 def _kernel(plan: Plan) -> Callable[..., None]:
-    """Compile the loop of ``plan`` over tables of addresses."""
+    """Compile the loop of ``plan`` over tables of addresses: the param, its state's parts and the gradient."""
     formats = (plan.weight, *plan.moments)
-    numbers = [_number(part.dtype) for format in formats for part in format.parts] + [_number(plan.grad.parts[0].dtype)]
-    count = plan.rule.update.__code__.co_argcount - 2 - len(plan.moments)  # the rule's scalars: all else is known
-    names: dict[str, Any] = {
-        "update": bind(plan.rule.update),
-        "load_grad": bind(plan.grad.load),
-        "carray": numba.carray,
-    }
-    names |= {"pointer": _pointer, **{number.__name__: number for number in numbers}}
-
-    def read(k: int) -> str:
-        return f"p{k}[i]" if numbers[k] is np.float32 else f"int32(p{k}[i])"
-
-    body, ends, names["int32"] = [], 0, np.int32
-    stores = []
-    for k, format in enumerate(formats):
-        parts = range(ends, ends := ends + len(format.parts))
-        names[f"load{k}"], names[f"store{k}"] = bind(format.load), bind(format.store)
-        body.append(f"v{k} = load{k}({', '.join(read(p) for p in parts)})")
-        stored = [f"s{p}" for p in parts]
-        stores.append(f"{', '.join(stored)}, = store{k}(v{k})")
-        stores += [f"p{p}[i] = {numbers[p].__name__}(s{p})" for p in parts]
+    numbers = [_number(part.dtype) for format in (*formats, plan.grad) for part in format.parts]
+    reads = [f"p{k}[i]" if number is np.float32 else f"int32(p{k}[i])" for k, number in enumerate(numbers)]
+    # the rule's scalars are the arguments of its update that are nothing else; the gradient's factor comes before them
+    constants = [f"c{k}" for k in range(1 + plan.rule.update.__code__.co_argcount - 2 - len(plan.moments))]
     values = [f"v{k}" for k in range(len(formats))]
-    scalars = [f"c{k}" for k in range(1 + count)]
-    body.append(f"grad = load_grad({read(ends)}) * c0")
-    result = ", ".join(values) + ("," if len(values) == 1 else "")
-    body.append(f"{result} = update({', '.join((values[0], 'grad', *values[1:], *scalars[1:]))})")
+    names: dict[str, Any] = {"pointer": _pointer, "carray": carray, "int32": np.int32}
+    names |= {number.__name__: number for number in numbers}
+    names |= {"load_grad": bind(plan.grad.load), "update": bind(plan.rule.update)}
+
+    loads, stores, first = [], [], 0
+    for k, format in enumerate(formats):
+        names[f"load{k}"], names[f"store{k}"] = bind(format.load), bind(format.store)
+        parts = range(first, first + len(format.parts))
+        first = parts.stop
+        loads.append(f"v{k} = load{k}({', '.join(reads[p] for p in parts)})")
+        stores.append(f"{' '.join(f's{p},' for p in parts)} = store{k}(v{k})")
+        stores += [f"p{p}[i] = {numbers[p].__name__}(s{p})" for p in parts]
     if plan.weight.saturates:
         names["saturates"] = bind(plan.weight.saturates)
-        body.append("saturated = int32(saturated + int32(saturates(v0)))")
+        stores.append("saturated = int32(saturated + int32(saturates(v0)))")
+    step = [
+        f"grad = load_grad({reads[-1]}) * c0",
+        f"{' '.join(f'{value},' for value in values)} = "
+        f"update({', '.join([values[0], 'grad', *values[1:], *constants[1:]])})",
+    ]
+    slices = [
+        f"carray(pointer(addresses[tensor, {k}] + first * {np.dtype(number).itemsize}), size, {number.__name__})"
+        for k, number in enumerate(numbers)
+    ]
     source = _SOURCE.format(
         arrays=", ".join(f"p{k}" for k in range(len(numbers))),
-        scalars=", ".join(scalars),
-        body="\n        ".join(body + stores),
-        slices=", ".join(
-            f"carray(pointer(addresses[tensor, {k}] + first * {np.dtype(n).itemsize}), size, {n.__name__})"
-            for k, n in enumerate(numbers)
-        ),
-        constants=", ".join(f"scalars[tensor, {k}]" for k in range(1 + count)),
+        scalars=", ".join(constants),
+        body="\n        ".join([*loads, *step, *stores]),
+        slices=", ".join(slices),
+        constants=", ".join(f"scalars[tensor, {k}]" for k in range(len(constants))),
     )
     exec(source, names)
     names["loop"] = _jit(names["loop"])
@@ -186,17 +169,21 @@ class _Pool:
 _POOL = _Pool()
 
 
-def _run(kernel: Callable[..., None], jobs: Sequence[tuple[Sequence[int], int, Sequence[float]]]) -> np.ndarray:
-    """Run ``kernel`` over jobs of (addresses, size, scalars), the sum of their elements cut evenly among threads."""
-    addresses = np.array([job[0] for job in jobs], dtype=np.int64)
-    offsets = np.zeros(len(jobs) + 1, dtype=np.int64)
-    np.cumsum([job[1] for job in jobs], out=offsets[1:])
-    scalars = np.array([job[2] for job in jobs], dtype=np.float64).astype(np.float32)
+_Row: TypeAlias = tuple[Sequence[int], int, Sequence[float]]
+"""A contiguous tensor's addresses, number of elements and scalars."""
+
+
+def _run(kernel: Callable[..., None], rows: Sequence[_Row]) -> np.ndarray:
+    """Run ``kernel`` over ``rows``, the sum of their elements cut evenly among threads; count what saturated."""
+    addresses = np.array([row[0] for row in rows], dtype=np.int64)
+    offsets = np.zeros(len(rows) + 1, dtype=np.int64)
+    np.cumsum([row[1] for row in rows], out=offsets[1:])
+    scalars = np.array([row[2] for row in rows], dtype=np.float64).astype(np.float32)
     total = int(offsets[-1])
     threads = max(1, min(torch.get_num_threads(), total // SPAN))
     cuts = [total * k // threads // 64 * 64 for k in range(threads)] + [total]
     # a tensor cut between two threads is counted by both, so each has counts of its own
-    saturated = np.zeros((threads, len(jobs)), dtype=np.int64)
+    saturated = np.zeros((threads, len(rows)), dtype=np.int64)
 
     def call(k: int) -> None:
         first = int(np.searchsorted(offsets, cuts[k], side="right")) - 1
@@ -206,6 +193,10 @@ def _run(kernel: Callable[..., None], jobs: Sequence[tuple[Sequence[int], int, S
     return saturated.sum(axis=0)
 
 
+def _row(param: Tensor, state: Sequence[Tensor], grad: Tensor, scalars: Sequence[float]) -> _Row:
+    return [tensor.data_ptr() for tensor in (param, *state, grad)], param.numel(), scalars
+
+
 def _staged(kernel: Callable[..., None], job: Job) -> int:
     """Step a tensor whose param or gradient is not contiguous through bounded copies; count what saturated."""
     saturated = 0
@@ -213,37 +204,31 @@ def _staged(kernel: Callable[..., None], job: Job) -> int:
     for box, start, stop in pieces(job.param.shape, STAGED):
         piece = job.param[box]
         param, grad = piece.contiguous(), job.grad[box].contiguous()
-        parts = [param, *(part[start:stop] for part in state), grad]
-        saturated += int(_run(kernel, [([part.data_ptr() for part in parts], stop - start, job.scalars)])[0])
+        row = _row(param, [part[start:stop] for part in state], grad, job.scalars)
+        saturated += int(_run(kernel, [row])[0])
         if param.data_ptr() != piece.data_ptr():
             piece.copy_(param)
     return saturated
 
 
 def _step(kernel: Callable[..., None], jobs: Sequence[Job]) -> list[int]:
-    saturated = [0] * len(jobs)
-    straight = [k for k, job in enumerate(jobs) if job.param.is_contiguous() and job.grad.is_contiguous()]
-    if straight:
-        tensors = ((jobs[k].param, *jobs[k].state, jobs[k].grad) for k in straight)
-        rows = [
-            ([t.data_ptr() for t in parts], parts[0].numel(), jobs[k].scalars) for k, parts in zip(straight, tensors)
-        ]
-        for k, n in zip(straight, _run(kernel, rows).tolist(), strict=True):
-            saturated[k] = n
-    for k in set(range(len(jobs))) - set(straight):
-        saturated[k] = _staged(kernel, jobs[k])
-    return saturated
+    in_place = [job.param.is_contiguous() and job.grad.is_contiguous() for job in jobs]
+    rows = [
+        _row(job.param, job.state, job.grad, job.scalars) for job, there in zip(jobs, in_place, strict=True) if there
+    ]
+    counts = iter(_run(kernel, rows).tolist() if rows else ())
+    return [next(counts) if there else _staged(kernel, job) for job, there in zip(jobs, in_place, strict=True)]
 
 
 def converts_float16() -> bool:
-    """Whether the CPU that Numba compiles for converts float16 in hardware; elsewhere its code would end the process."""
+    """Whether the CPU that Numba compiles for converts float16 in hardware; elsewhere its code ends the process."""
     if platform.machine().lower() in ("aarch64", "arm64"):
         return True
-    features = config.CPU_FEATURES if config.CPU_FEATURES is not None else llvm.get_host_cpu_features().flatten()
-    return "+f16c" in features.split(",")
+    asked = getattr(config, "CPU_FEATURES")  # noqa: B009, set from the environment while numba is imported
+    return "+f16c" in (llvm.get_host_cpu_features().flatten() if asked is None else asked).split(",")
 
 
-class Cpu:
+class Cpu(Backend):
     """The backend of machine code for the CPU."""
 
     name = "cpu"

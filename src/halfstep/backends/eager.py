@@ -9,7 +9,7 @@ from torch import Tensor
 
 from halfstep import primitives
 from halfstep.backends.pieces import pieces
-from halfstep.contracts import Format, Job, Kernel, Plan
+from halfstep.contracts import Backend, Format, Job, Kernel, Plan
 
 #: Elements computed at a time. A step holds fewer than 30 temporaries of 4 bytes each, two of them 8: under 32 MiB.
 PIECE = 2**18
@@ -97,7 +97,7 @@ def decode(format: Format, parts: Sequence[Tensor]) -> Tensor:
     return values
 
 
-class Eager:
+class Eager(Backend):
     """The backend of PyTorch's own operators."""
 
     name = "eager"

@@ -19,8 +19,8 @@ class Piece(NamedTuple):
 def pieces(shape: Sequence[int], limit: int) -> Iterator[Piece]:
     """Cut a tensor of ``shape`` into boxes of at most ``limit`` elements that cover it in row-major order.
 
-    Every box takes whole the dimensions behind the one that it cuts, so ``tensor[box]`` flattened is a contiguous run of
-    the tensor flattened. An empty tensor has no pieces.
+    Every box takes whole the dimensions behind the one that it cuts, so ``tensor[box]`` flattened is a contiguous run
+    of the tensor flattened. An empty tensor has no pieces.
     """
     if math.prod(shape) == 0:
         return

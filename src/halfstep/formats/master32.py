@@ -16,7 +16,7 @@ from halfstep.formats.plain import (
     store_bf16,
     store_f16,
 )
-from halfstep.primitives import bits, from_bits, select, widen_f16
+from halfstep.primitives import bits, from_bits, select, to_i32, widen_f16
 
 # The copy holds as long as the param is a nearest neighbour of it; of two equally near, either will do, since a param
 # rounded elsewhere may have gone the other way. Otherwise the param was written from outside and is the truth. NaN has
@@ -27,12 +27,11 @@ def load_master_bf16(param, master):
     b = bits(master)
     magnitude = b & MAGNITUDE
     sign = (b & SIGN) >> 16
-    settled = select(magnitude >= SATURATES_BF16, SATURATES_BF16 - 1, magnitude)
+    settled = select(saturates_bf16(master), SATURATES_BF16 - 1, magnitude)
     # the nearest neighbour is the sum's upper half, with ties away from zero and towards it
-    away = (settled + 0x8000) >> 16 | sign
-    toward = (settled + 0x7FFF) >> 16 | sign
-    near = (param == away) | (param == toward)
-    near = select(magnitude >= INFINITY, param == (b >> 16), near)
+    away = (to_i32(settled + 0x8000) >> 16) | sign
+    toward = (to_i32(settled + 0x7FFF) >> 16) | sign
+    near = ((param == away) | (param == toward)) & (magnitude <= INFINITY)
     return select(near, master, load_bf16(param))
 
 
