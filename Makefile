@@ -12,7 +12,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(READY)  ## train a small GPT four ways, to a table and a picture
-	$(BIN)/halfstep train --compare --dtype float16 --lr 1e-3 --out runs/compare-float16-1e-3
+	$(BIN)/halfstep train --compare --dtype float16 --lr 1e-3 --out runs/demo
 
 test: lint types  ## all tests but the slow ones
 	$(BIN)/pytest

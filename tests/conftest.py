@@ -5,6 +5,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+# the tests are many and small: threads of their own would only wait for each other
+torch.set_num_threads(1)
+
 HALVES = (torch.float16, torch.bfloat16)
 
 

@@ -1,14 +1,15 @@
 """Parts and a state_dict: what the optimizer keeps for a param, made, read, checked and converted between formats."""
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from halfstep.backends.eager import decode, encode
+from halfstep.backends.eager import convert
 from halfstep.contracts import Format, Moment, Part
-from halfstep.formats import MOMENTS, PLAIN, WEIGHTS, weight_format
+from halfstep.formats import FLOAT32, MOMENTS, PLAIN, WEIGHTS
 
 #: What a float32 part may be loaded from: torch keeps a 16-bit param's moments in 16 bits.
 WIDENS = (torch.float16, torch.bfloat16, torch.float64)
@@ -21,28 +22,34 @@ def key(part: Part, moment: Moment | None = None) -> str:
     return "_".join(filter(None, (moment.name if moment else "", part.name)))
 
 
+#: Every name under which any format keeps a part of the weight beside the param.
+_WEIGHT_KEYS = {key(part) for formats in WEIGHTS.values() for format in formats.values() for part in format.parts[1:]}
+
+
+def decode(format: Format, parts: Sequence[Tensor]) -> Tensor:
+    """Return the float32 values that ``parts`` hold, as a contiguous tensor of its own."""
+    return convert(format, parts, FLOAT32)[0]
+
+
 def layout(weight: Format, moments: Sequence[tuple[Moment, Format]]) -> dict[str, torch.dtype]:
     """Return the key and dtype of every part in a param's state, in the order in which a job carries them."""
     kept = {key(part): part.dtype for part in weight.parts[1:]}
     return kept | {key(part, moment): part.dtype for moment, format in moments for part in format.parts}
 
 
-def fresh(param: Tensor, weight: Format, moments: Sequence[tuple[Moment, Format]]) -> dict[str, Any]:
-    """Return the state of a param before its first step: the weight is the param, the moments are zero."""
-    state: dict[str, Any] = {"step": 0}
-    if weight.parts[1:]:
-        parts = encode(weight, decode(PLAIN[param.dtype], (param,)))
-        state |= {key(part): kept for part, kept in zip(weight.parts[1:], parts[1:], strict=True)}
+def fresh(param: Tensor, weight: Format, moments: Sequence[tuple[Moment, Format]]) -> dict[str, Tensor]:
+    """Return every part of a param's state before its first step: the weight is the param, the moments are zero."""
+    state = _keyed(weight.parts[1:], convert(PLAIN[param.dtype], (param,), weight, skip=1))
+    zeros = torch.zeros((), dtype=torch.float32, device=param.device).expand(param.shape)
     for moment, format in moments:
-        zeros = torch.zeros(param.shape, dtype=torch.float32, device=param.device)
-        # float32 parts are the zeros themselves
-        parts = (zeros,) if format is PLAIN[torch.float32] else encode(format, zeros)
-        state |= {key(part, moment): kept for part, kept in zip(format.parts, parts, strict=True)}
+        state |= _keyed(format.parts, convert(FLOAT32, (zeros,), format), moment)
     return state
 
 
 def mismatch(state: Mapping[str, Any], param: Tensor, kept: Mapping[str, torch.dtype]) -> str | None:
     """Say how ``state`` differs from what ``kept`` asks for beside ``param``, or None when it fits."""
+    if type(state.get("step")) is not int:
+        return f"its step is {state.get('step')!r}, not an int"
     for name, dtype in kept.items():
         tensor = state.get(name)
         if not isinstance(tensor, Tensor):
@@ -55,21 +62,19 @@ def mismatch(state: Mapping[str, Any], param: Tensor, kept: Mapping[str, torch.d
             return f"{name!r} in its state is on {tensor.device}, the param on {param.device}"
         if not tensor.is_contiguous():
             return f"{name!r} in its state is not contiguous"
+    for name in sorted(_WEIGHT_KEYS.intersection(state).difference(kept)):
+        return f"its state has {name!r}, a part that another format keeps beside a param"
     return None
 
 
 def restore(
-    saved: Mapping[str, Any],
-    saved_group: Mapping[str, Any],
-    param: Tensor,
-    weight: Format,
-    moments: Sequence[tuple[Moment, Format]],
+    saved: Mapping[str, Any], param: Tensor, weight: Format, moments: Sequence[tuple[Moment, Format]]
 ) -> tuple[dict[str, Any], Tensor | None]:
     """Turn a param's saved state into one of the formats asked for, exactly where the format is the same.
 
     Args:
-        saved: the param's entry under "state": ours in any format, torch's or the teaching implementation's.
-        saved_group: the group under "param_groups" that it belongs to.
+        saved: the param's entry under "state": ours in any format, torch's or the teaching implementation's. In which
+            formats it is shows by its parts.
         param: the live param; nothing is written to it.
         weight: the format to keep its weight in.
         moments: the rule's moments and the format to keep each in.
@@ -81,57 +86,88 @@ def restore(
     Raises:
         ValueError: ``saved`` fits neither; the text says what differs.
     """
-    state: dict[str, Any] = {"step": _step(saved)}
-    source = _source(saved, saved_group, param)
-    written = None
-    if source is None:
-        state |= fresh(param, weight, ())| {"step": state["step"]}
-    else:
-        parts = [_copy(saved, key(part), param, part.dtype) for part in source.parts[1:]]
-        if source is not weight:
-            written, *parts = encode(weight, decode(source, (param, *parts)))
-            written = None if torch.equal(written.view(torch.int16), param.view(torch.int16)) else written
-        state |= {key(part): kept for part, kept in zip(weight.parts[1:], parts, strict=True)}
-    from_format = MOMENTS[saved_group.get("moments", "float32")]
+    saved = dict(saved)
+    for name, alias in _ALIASES.items():
+        if alias in saved:
+            saved[name] = saved.pop(alias)
+    state: dict[str, Any] = {"step": _step(saved.pop("step", None))}
+    written, parts = _weight(saved, param, weight)
+    state |= _keyed(weight.parts[1:], parts)
     for moment, format in moments:
-        parts = [_copy(saved, key(part, moment), param, part.dtype) for part in from_format.parts]
-        if from_format is not format:
-            parts = encode(format, decode(from_format, parts))
-        state |= {key(part, moment): kept for part, kept in zip(format.parts, parts, strict=True)}
+        source = _source(saved, (format, *MOMENTS.values()), moment)
+        parts = _take(saved, source.parts if source else format.parts, param, moment)
+        if source and source is not format:
+            parts = convert(source, parts, format)
+        state |= _keyed(format.parts, parts, moment)
+    # what others keep beside ours stays, as it is
+    state |= {
+        name: value.to(param.device, copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
+        for name, value in saved.items()
+    }
     return state, written
 
 
-def _step(saved: Mapping[str, Any]) -> int:
-    step = saved.get("step")
-    if not isinstance(step, int | float | Tensor) or float(step) != int(step) or step < 0:
-        raise ValueError(f"its step is {step!r}, not a count of steps")
-    return int(step)
-
-
-def _source(saved: Mapping[str, Any], group: Mapping[str, Any], param: Tensor) -> Format | None:
-    """Return the format in which ``saved`` keeps the weight, or None where the param alone is the weight."""
-    name = group.get("weights", "master32" if "fp32_copy" in saved else "rounded")
-    formats = WEIGHTS.get(name)
-    if formats is None:
-        raise ValueError(f"it was saved with weights={name!r}, which is none of {', '.join(map(repr, WEIGHTS))}")
-    parts = formats[torch.bfloat16].parts[1:]
-    if not any(key(part) in saved or _ALIASES.get(key(part)) in saved for part in parts):
-        return None
-    if param.dtype not in formats:
+def _weight(saved: dict[str, Any], param: Tensor, weight: Format) -> tuple[Tensor | None, Sequence[Tensor]]:
+    """Return what the param has to become, or None where it stays, and the parts of the weight beside it."""
+    held = sorted(_WEIGHT_KEYS.intersection(saved))
+    source = _source(saved, (weight, *(formats[param.dtype] for formats in WEIGHTS.values() if param.dtype in formats)))
+    if held and param.dtype is torch.float32:
         raise ValueError(
-            f"it was saved as {name!r} beside a 16-bit param, and this param is {param.dtype}. Load it over the 16-bit "
-            "model, and copy optimizer.float32_weight(param) into the other one"
+            f"it holds {', '.join(map(repr, held))}, kept beside a 16-bit param, and this param is torch.float32. "
+            "Load it over the 16-bit model, and copy optimizer.float32_weight(param) into the other one"
         )
-    return formats[param.dtype]
+    if held and source is None:
+        found = ", ".join(f"{name!r} in {getattr(saved[name], 'dtype', type(saved[name]))}" for name in held)
+        raise ValueError(f"it holds {found}, which no format of a {param.dtype} param keeps")
+    if source is None:
+        return None, convert(PLAIN[param.dtype], (param,), weight, skip=1)
+    parts = _take(saved, source.parts[1:], param)
+    if source is weight:
+        return None, parts
+    written, *parts = convert(source, (param, *parts), weight)
+    return None if torch.equal(written.view(torch.int16), param.detach().view(torch.int16)) else written, parts
 
 
-def _copy(saved: Mapping[str, Any], name: str, param: Tensor, dtype: torch.dtype) -> Tensor:
-    """Copy a saved tensor to the param's device; a float may widen to ``dtype``, nothing else is cast."""
-    tensor = saved.get(name, saved.get(_ALIASES.get(name, name)))
-    if not isinstance(tensor, Tensor):
-        raise ValueError(f"the saved state has no {name!r}; it has {', '.join(map(repr, saved)) or 'nothing'}")
-    if tensor.shape != param.shape:
-        raise ValueError(f"the saved {name!r} has shape {tuple(tensor.shape)}, the param {tuple(param.shape)}")
-    if tensor.dtype is not dtype and not (dtype is torch.float32 and tensor.dtype in WIDENS):
-        raise ValueError(f"the saved {name!r} is {tensor.dtype}, not {dtype}")
-    return torch.empty(param.shape, dtype=dtype, device=param.device).copy_(tensor)
+def _source(saved: Mapping[str, Any], formats: Iterable[Format], moment: Moment | None = None) -> Format | None:
+    """Return the first of ``formats`` whose parts, those beside a param where it is a weight, ``saved`` holds."""
+    for format in formats:
+        parts = format.parts if moment else format.parts[1:]
+        tensors = [(saved.get(key(part, moment)), part.dtype) for part in parts]
+        if tensors and all(isinstance(t, Tensor) and _reads(dtype, t.dtype) for t, dtype in tensors):
+            return format
+    return None
+
+
+def _reads(dtype: torch.dtype, saved: torch.dtype) -> bool:
+    """Whether a part of ``dtype`` can be read from a saved one: a float may widen to float32, nothing else is cast."""
+    return saved is dtype or (dtype is torch.float32 and saved in WIDENS)
+
+
+def _take(saved: dict[str, Any], parts: Sequence[Part], param: Tensor, moment: Moment | None = None) -> list[Tensor]:
+    """Take a format's parts out of ``saved``, as contiguous copies on the param's device."""
+    taken = []
+    for part in parts:
+        name = key(part, moment)
+        tensor = saved.pop(name, None)
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"it has no {name!r}; besides its step it has {', '.join(map(repr, saved)) or 'nothing'}")
+        if tensor.shape != param.shape:
+            raise ValueError(f"its {name!r} has shape {tuple(tensor.shape)}, the param {tuple(param.shape)}")
+        if not _reads(part.dtype, tensor.dtype):
+            raise ValueError(f"its {name!r} is {tensor.dtype}, not {part.dtype}")
+        taken.append(torch.empty(param.shape, dtype=part.dtype, device=param.device).copy_(tensor.detach()))
+    return taken
+
+
+def _step(step: Any) -> int:
+    try:
+        count = int(step)
+        if count == step and count >= 0:
+            return count
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        pass
+    raise ValueError(f"its step is {step!r}, not a count of steps")
+
+
+def _keyed(parts: Sequence[Part], tensors: Sequence[Tensor], moment: Moment | None = None) -> dict[str, Tensor]:
+    return {key(part, moment): tensor for part, tensor in zip(parts, tensors, strict=True)}

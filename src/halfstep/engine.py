@@ -1,27 +1,23 @@
 """HalfOptimizer: from param groups to plans, and from plans to the backend that steps them."""
 
-import math
+import sys
 import warnings
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from halfstep import backends, checkpoint
-from halfstep.backends.eager import decode
 from halfstep.contracts import Format, Job, Kernel, Plan, Rule
-from halfstep.formats import GRADS, MOMENTS, PLAIN, WEIGHTS, weight_format
+from halfstep.formats import GRADS, MOMENTS, PLAIN, weight_format
+from halfstep.options import LIVE, TORCHS, checked, formats, refuse
+from halfstep.tensors import Turns, check_alike, check_grad, check_param, named
 
-#: Options that describe how the live optimizer works; a loaded state does not change them.
-LIVE = ("weights", "moments", "backend")
-_HYPERPARAMETERS: dict[str, tuple[Callable[[float], bool], str]] = {
-    "lr": (lambda x: 0 <= x < math.inf, "a finite number >= 0"),
-    "eps": (lambda x: 0 <= x < math.inf, "a finite number >= 0"),
-    "weight_decay": (lambda x: 0 <= x < math.inf, "a finite number >= 0"),
-}
+_LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(slots=True)
@@ -32,17 +28,27 @@ class _Slot:
     options: tuple[str, ...]
     dtype: torch.dtype
     device: torch.device
+    shape: torch.Size
     weight: Format
     moments: tuple[Format, ...]
     kept: Mapping[str, torch.dtype]
     tensors: tuple[Tensor, ...] = ()
     kernels: dict[torch.dtype, Kernel] = field(default_factory=dict)
 
+    def holds(self, state: Mapping[str, Any]) -> bool:
+        """Whether ``state`` is the one that was checked."""
+        same = all(state.get(key) is tensor for key, tensor in zip(self.kept, self.tensors, strict=True))
+        return same and type(state.get("step")) is int
 
-def named(group: Mapping[str, Any], index: int) -> Iterator[tuple[str, Tensor]]:
-    """Each param of a group under its name, or under group and position where the optimizer was given no names."""
-    names = group.get("param_names") or [f"param {k} of group {index}" for k in range(len(group["params"]))]
-    return zip(names, group["params"], strict=True)
+
+class _Due(NamedTuple):
+    """A param that this step will step, checked."""
+
+    slot: _Slot
+    param: Tensor
+    grad: Tensor
+    step: int
+    scalars: tuple[float, ...]
 
 
 class HalfOptimizer(torch.optim.Optimizer):
@@ -55,12 +61,14 @@ class HalfOptimizer(torch.optim.Optimizer):
     """
 
     rule: ClassVar[Rule]
+    #: Options that a loaded state leaves as they are.
+    _live: ClassVar[tuple[str, ...]] = LIVE
     #: What the step multiplies every gradient by; `GradScaler` sets it for the length of one step.
     _inverse_scale: float = 1.0
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._forget()
-        super().__init__(params, defaults)
+        super().__init__(params, checked({**TORCHS, **defaults}))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._forget()
@@ -69,56 +77,43 @@ class HalfOptimizer(torch.optim.Optimizer):
     def _forget(self) -> None:
         """Drop what is derived from groups and state."""
         self._slots: dict[Tensor, _Slot] = {}
-        self._saturated: dict[Tensor, int | Tensor] = {}
+        self._saturated: dict[str, int | Tensor] = {}
         self._warned: set[Tensor] = set()
+
+    def _named(self) -> Iterator[tuple[int, dict[str, Any], str, Tensor]]:
+        """Each param with the place of its group, the group and its name."""
+        for index, group in enumerate(self.param_groups):
+            for name, param in named(group, index):
+                yield index, group, name, param
 
     # ------------------------------------------------------------------ groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of params, as in torch; every option is checked first.
+        """Add a group of params, as in torch; where anything is wrong with it, the optimizer stays as it was.
 
         Raises:
             ValueError: an option has a value that is not allowed.
             TypeError: a param is neither float16, bfloat16 nor float32.
             halfstep.backends.Unavailable: the group asks for a backend that cannot run its params.
         """
-        group = {**self.defaults, **param_group} if isinstance(param_group, dict) else param_group
-        if isinstance(group, dict):
-            options = self._checked(group)
-            param_group = {**param_group, **{name: options[name] for name in LIVE if name in options}}
+        options = checked({**self.defaults, **param_group}) if isinstance(param_group, dict) else {}
         super().add_param_group(param_group)
-        index = len(self.param_groups) - 1
-        try:
-            for name, param in named(self.param_groups[index], index):
-                _check_param(name, param)
-                if self.param_groups[index]["backend"] != "auto":
-                    self._plan(self._slot(self.param_groups[index], name, param), param.dtype)
-        except Exception:
-            self.param_groups.pop()
-            raise
+        group = self.param_groups.pop()
+        group.update({name: value for name, value in options.items() if name not in ("params", "param_names")})
+        for name, param in named(group, len(self.param_groups)):
+            check_param(name, param)
+            if group["backend"] != "auto":
+                plan = Plan(self.rule, *self._formats(group, param), GRADS[param.dtype], param.device)
+                backends.choose(plan, group["backend"])
+        self.param_groups.append(group)
 
-    def _checked(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Check a group's options and return them in the form in which they are kept."""
-        for name, (allowed, text) in _HYPERPARAMETERS.items():
-            if name in group and not allowed(_number(name, group[name])):
-                raise ValueError(f"{name}={group[name]!r}: must be {text}")
-        for k, beta in enumerate(group.get("betas", ())):
-            if not 0 <= _number(f"betas[{k}]", beta) < 1:
-                raise ValueError(f"betas[{k}]={beta!r}: must be at least 0 and less than 1")
-        moments = group["moments"]
-        if isinstance(moments, torch.dtype):
-            moments = str(moments).removeprefix("torch.")
-        for name, value, allowed in (
-            ("weights", group["weights"], WEIGHTS),
-            ("moments", moments, MOMENTS),
-            ("backend", group["backend"], ("auto", *backends.BACKENDS)),
-        ):
-            if not isinstance(value, str) or value not in allowed:
-                raise ValueError(f"{name}={group[name]!r}: must be one of {', '.join(map(repr, allowed))}")
-        return {**group, "moments": moments}
+    def _formats(self, group: Mapping[str, Any], param: Tensor) -> tuple[Format, tuple[Format, ...]]:
+        """Return the formats of a param's weight and of its moments."""
+        return weight_format(group["weights"], param.dtype), (MOMENTS[group["moments"]],) * len(self.rule.moments)
 
     # ------------------------------------------------------------------ the step
 
+    @_disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step every param that has a gradient. What cannot be stepped raises before anything has changed.
@@ -131,99 +126,121 @@ class HalfOptimizer(torch.optim.Optimizer):
 
         Raises:
             TypeError: a param's dtype changed after its first step, or its gradient is sparse or of another dtype.
-            ValueError: a param's state does not fit it.
+            ValueError: a param's state does not fit it, or a group's hyperparameters are not finite.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        batches = self._gather()
         self._saturated = {}
-        for kernel, members in self._gather().items():
-            jobs = [self._job(slot, group, param, grad) for slot, group, param, grad in members]
-            for (slot, _, param, _), count in zip(members, kernel[0](jobs), strict=True):
-                self._note(slot, param, count)
+        for (kernel, _), batch in batches.items():
+            counts = kernel([self._job(due) for due in batch])
+            # backends write past autograd, which has to know: a graph that still needs the old values must not run
+            torch.autograd.graph.increment_version([due.param for due in batch])
+            for due, count in zip(batch, counts, strict=True):
+                self.state[due.param]["step"] = due.step
+                self._note(due, count)
         return loss
 
-    def _gather(self) -> dict[tuple[Kernel, int], list[tuple[_Slot, dict[str, Any], Tensor, Tensor]]]:
-        """Check every tensor of this step and put together those that one kernel steps."""
-        batches: defaultdict[tuple[Kernel, int], list[Any]] = defaultdict(list)
-        stepped: set[Tensor] = set()
-        # two params over one storage must not be stepped at the same time by two threads
-        storages: Counter[int] = Counter()
+    def _gather(self) -> dict[tuple[Kernel, int], list[_Due]]:
+        """Check every tensor of this step and put together those that one kernel steps in one turn."""
+        batches: defaultdict[tuple[Kernel, int], list[_Due]] = defaultdict(list)
+        turns, stepped = Turns(), set()
         for index, group in enumerate(self.param_groups):
+            scalars: dict[int, tuple[float, ...]] = {}
             for name, param in named(group, index):
                 grad = param.grad
                 if grad is None or param in stepped:
                     continue
                 stepped.add(param)
                 slot = self._slot(group, name, param)
-                kernel = slot.kernels.get(grad.dtype)
-                if grad.layout is not torch.strided or kernel is None:
+                if grad.shape != slot.shape or grad.device != slot.device:
+                    check_alike(name, param, grad)
+                if grad.layout is not torch.strided or grad.dtype not in slot.kernels:
                     check_grad(name, grad)
-                    plan = self._plan(slot, grad.dtype)
-                    kernel = slot.kernels[grad.dtype] = backends.kernel(plan, group["backend"])
-                address = param.data_ptr()
-                batches[kernel, storages[address]].append((slot, group, param, grad))
-                storages[address] += 1
+                    slot.kernels[grad.dtype] = backends.kernel(self._plan(slot, grad.dtype), group["backend"])
+                state = self.state.get(param)
+                step = state["step"] + 1 if state else 1
+                if step not in scalars:
+                    scalars[step] = self._scalars(index, group, step)
+                due = _Due(slot, param, grad, step, scalars[step])
+                batches[slot.kernels[grad.dtype], turns.take(param)].append(due)
         return batches
 
-    def _slot(self, group: Mapping[str, Any], name: str, param: Tensor) -> _Slot:
+    def _scalars(self, index: int, group: dict[str, Any], step: int) -> tuple[float, ...]:
+        """Return the gradient's factor and the rule's scalars."""
+        factor = -self._inverse_scale if group["maximize"] else self._inverse_scale
+        scalars = (factor, *self.rule.scalars(group, step))
+        if not all(abs(scalar) <= _LARGEST for scalar in scalars):
+            numbers = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay") if name in group}
+            raise ValueError(
+                f"group {index} cannot be stepped with {', '.join(f'{n}={value!r}' for n, value in numbers.items())}: "
+                "what follows from them must be finite in float32; look at what set them, such as a scheduler"
+            )
+        return scalars
+
+    def _slot(self, group: dict[str, Any], name: str, param: Tensor) -> _Slot:
         """Return what is known of ``param``, checked against what it is now."""
         slot, state = self._slots.get(param), self.state.get(param)
         options = (group["weights"], group["moments"], group["backend"])
-        if slot and slot.dtype is param.dtype and slot.device == param.device and slot.options == options:
-            if not state or all(state.get(key) is kept for key, kept in zip(slot.kept, slot.tensors, strict=True)):
-                return slot
+        if (
+            slot
+            and slot.dtype is param.dtype
+            and slot.device == param.device
+            and slot.shape == param.shape
+            and slot.options == options
+            and (not state or slot.holds(state))
+        ):
+            return slot
         if slot and state and slot.dtype is not param.dtype:
             raise TypeError(
                 f"{name} was {slot.dtype} at its first step and is {param.dtype} now: change a model's dtype first and "
                 "make its optimizer after, or take the weights over by optimizer.float32_weight(param)"
             )
-        _check_param(name, param)
-        weight = weight_format(group["weights"], param.dtype)
-        moments = (MOMENTS[group["moments"]],) * len(self.rule.moments)
+        check_param(name, param)
+        group.update(formats(group))
+        options = (group["weights"], group["moments"], group["backend"])
+        weight, moments = self._formats(group, param)
         kept = checkpoint.layout(weight, list(zip(self.rule.moments, moments, strict=True)))
-        slot = _Slot(name, options, param.dtype, param.device, weight, moments, kept)
+        slot = _Slot(name, options, param.dtype, param.device, param.shape, weight, moments, kept)
         if state:
             if reason := checkpoint.mismatch(state, param, kept):
                 raise ValueError(
-                    f"{name} cannot be stepped: {reason}. Formats, dtypes and devices change by state_dict() and "
-                    "load_state_dict(), which convert"
+                    f"{name} cannot be stepped: {reason}. After changing an option, a device or a state by hand, call "
+                    "optimizer.load_state_dict(optimizer.state_dict()), which converts"
                 )
             slot.tensors = tuple(state[key] for key in kept)
         self._slots[param] = slot
         return slot
 
     def _plan(self, slot: _Slot, grad: torch.dtype) -> Plan:
-        plan = Plan(self.rule, slot.weight, slot.moments, GRADS[grad], slot.device)
-        backends.choose(plan, slot.options[2])
-        return plan
+        return Plan(self.rule, slot.weight, slot.moments, GRADS[grad], slot.device)
 
-    def _job(self, slot: _Slot, group: dict[str, Any], param: Tensor, grad: Tensor) -> Job:
-        state = self.state[param]
-        if not state:
-            moments = zip(self.rule.moments, slot.moments, strict=True)
-            state.update(checkpoint.fresh(param, slot.weight, list(moments)))
-            slot.tensors = tuple(state[key] for key in slot.kept)
-        state["step"] += 1
-        factor = -self._inverse_scale if group["maximize"] else self._inverse_scale
-        return Job(param, grad, slot.tensors, (factor, *self.rule.scalars(group, state["step"])))
+    def _job(self, due: _Due) -> Job:
+        slot, param = due.slot, due.param
+        if not self.state.get(param):
+            moments = list(zip(self.rule.moments, slot.moments, strict=True))
+            self.state[param] = {"step": 0, **checkpoint.fresh(param, slot.weight, moments)}
+            slot.tensors = tuple(self.state[param][key] for key in slot.kept)
+        return Job(param, due.grad, slot.tensors, due.scalars)
 
-    def _note(self, slot: _Slot, param: Tensor, count: int | Tensor) -> None:
+    def _note(self, due: _Due, count: int | Tensor) -> None:
         """Keep a param's count of saturated weights; warn of the first, where that costs no wait for a device."""
         if isinstance(count, Tensor) and count.device.type == "cpu":
             count = int(count)
         if isinstance(count, int) and count == 0:
             return
-        self._saturated[param] = count
+        name, param = due.slot.name, due.param
+        self._saturated[name] = count
         if isinstance(count, int) and param not in self._warned:
             self._warned.add(param)
             warnings.warn(
-                f"{slot.name}: {count} of {param.numel()} weights went past {torch.finfo(param.dtype).max:g}, the largest "
+                f"{name}: {count} of {param.numel()} weights went past {torch.finfo(param.dtype).max:g}, the largest "
                 f"{param.dtype}, and stay there until their gradients turn. Lower lr, raise weight_decay, or keep "
-                "this param in bfloat16 or float32. Further ones are counted by optimizer.saturated()",
+                "this param in a wider dtype. Further ones are counted by optimizer.saturated()",
                 RuntimeWarning,
-                stacklevel=5,
+                stacklevel=_levels_to_the_caller(),
             )
 
     # ------------------------------------------------------------------ what a person asks
@@ -240,42 +257,44 @@ class HalfOptimizer(torch.optim.Optimizer):
         Exactness:
             The very weight that the next step starts from.
         """
-        for index, group in enumerate(self.param_groups):
-            for name, member in named(group, index):
-                if member is param:
-                    slot = self._slot(group, name, param)
-                    if not self.state.get(param):
-                        return decode(PLAIN[param.dtype], (param.detach(),))
-                    return decode(slot.weight, (param.detach(), *slot.tensors[: len(slot.weight.parts) - 1]))
-        raise ValueError(f"the param of shape {tuple(param.shape)} is none of this optimizer's: pass one of its groups'")
+        for _, group, name, member in self._named():
+            if member is param:
+                slot = self._slot(group, name, param)
+                if not self.state.get(param):
+                    return checkpoint.decode(PLAIN[param.dtype], (param,))
+                return checkpoint.decode(slot.weight, (param, *slot.tensors[: len(slot.weight.parts) - 1]))
+        raise ValueError(
+            f"the param of shape {tuple(param.shape)} is none of this optimizer's: pass one of its groups'"
+        )
 
     def saturated(self) -> dict[str, int]:
         """Return how many weights of each param the last step kept at the largest number of its dtype, by name.
 
         Names stand only where the count is not 0. On a device other than the CPU this waits for the step to end.
         """
-        counts = {self._slots[param].name: int(count) for param, count in self._saturated.items()}
+        counts = {name: int(count) for name, count in self._saturated.items()}
         return {name: count for name, count in counts.items() if count}
 
     def explain(self) -> str:
         """Return, for each group of tensors, its formats and backend, and why it did not get what was asked."""
-        lines: dict[str, list[int]] = {}
-        for index, group in enumerate(self.param_groups):
-            for name, param in named(group, index):
-                slot = self._slot(group, name, param)
-                plan = self._plan(slot, param.dtype)
-                backend, reason = backends.choose(plan, group["backend"])
-                why = f", a {slot.dtype} param holds its own".replace("torch.", "") if not slot.weight.parts[1:] else ""
-                text = (
-                    f"{str(slot.dtype).removeprefix('torch.')} params: weights {slot.weight.name}"
-                    f"{why if slot.weight.name != group['weights'] else ''}; moments {group['moments']}; "
-                    f"backend {backend.name}: {backend.describe(plan)}{f' ({reason})' if reason else ''}"
-                )
-                lines.setdefault(f"group {index}: {{}} tensors, {{:,}} {text}", []).append(param.numel())
-        head = f"{type(self).__name__}, rule {self.rule.name}"
-        body = [line.format(len(sizes), sum(sizes)) for line, sizes in lines.items()]
-        tail = [f"saturated in the last step: {count} weights of {name}" for name, count in self.saturated().items()]
-        return "\n  ".join([head, *body, *tail])
+        sizes: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
+        for index, group, name, param in self._named():
+            slot = self._slot(group, name, param)
+            plan = self._plan(slot, param.dtype)
+            backend, reason = backends.choose(plan, group["backend"])
+            own = (
+                "" if slot.weight.name == group["weights"] else f" (weights={group['weights']!r} is for 16-bit params)"
+            )
+            text = (
+                f"{str(slot.dtype).removeprefix('torch.')} params: weights {slot.weight.name}{own}; "
+                f"moments {', '.join(dict.fromkeys(format.name for format in slot.moments))}; "
+                f"backend {backend.name}: {backend.describe(plan)}{f' ({reason})' if reason else ''}"
+            )
+            sizes[index, text].append(param.numel())
+        lines = [f"{type(self).__name__}, rule {self.rule.name}"]
+        lines += [f"group {k}: {len(ns)} tensors, {sum(ns):,} {text}" for (k, text), ns in sizes.items()]
+        lines += [f"saturated in the last step: {count} weights of {name}" for name, count in self.saturated().items()]
+        return "\n  ".join(lines)
 
     # ------------------------------------------------------------------ state
 
@@ -289,15 +308,14 @@ class HalfOptimizer(torch.optim.Optimizer):
             ValueError: the state fits no param it is meant for, by name, or asks for amsgrad; nothing has changed then.
         """
         restored: dict[Tensor, tuple[dict[str, Any], Tensor | None]] = {}
-        before = [{name: group[name] for name in self._live} for group in self.param_groups]
+        live = [{name: group[name] for name in self._live if name in group} for group in self.param_groups]
 
         def take(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-            others = self._restore(state_dict, restored)
-            return {**state_dict, "state": others}
+            return {**state_dict, "state": self._restore(state_dict, restored)}
 
         def give(_: Any) -> None:
-            for group, live in zip(self.param_groups, before, strict=True):
-                group.update(live)
+            for group, kept in zip(self.param_groups, live, strict=True):
+                group.update(kept)
                 for name, default in self.defaults.items():
                     group.setdefault(name, default)
             for param, (state, written) in restored.items():
@@ -316,56 +334,36 @@ class HalfOptimizer(torch.optim.Optimizer):
             for handle in handles:
                 handle.remove()
 
-    #: Options that a loaded state leaves as they are.
-    _live: ClassVar[tuple[str, ...]] = LIVE
-
     def _restore(self, state_dict: dict[str, Any], restored: dict[Tensor, Any]) -> dict[Any, Any]:
         """Convert what ``state_dict`` holds for our params into ``restored``; return what it holds beside."""
         others, groups = dict(state_dict["state"]), state_dict["param_groups"]
-        if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
-            return others  # torch's own check comes next and raises
+        sizes, own = ([len(group["params"]) for group in each] for each in (groups, self.param_groups))
+        if sizes != own:
+            raise ValueError(
+                f"the loaded state has groups of {sizes} params, this optimizer of {own}: give it the groups that the "
+                "saved one had, by add_param_group where they came late"
+            )
         for index, (saved_group, group) in enumerate(zip(groups, self.param_groups, strict=True)):
-            if saved_group.get("amsgrad"):
-                raise ValueError("amsgrad=True in the loaded state: not offered here; go on in torch.optim, or set it False")
+            try:
+                refuse({"amsgrad": saved_group.get("amsgrad")})
+            except ValueError as error:
+                raise ValueError(f"group {index} of the loaded state does not fit: {error}") from None
             for number, (name, param) in zip(saved_group["params"], named(group, index), strict=True):
                 saved = others.pop(number, None)
                 if not saved:
                     continue
-                weight = weight_format(group["weights"], param.dtype)
-                moments = [(moment, MOMENTS[group["moments"]]) for moment in self.rule.moments]
+                weight, moments = self._formats(group, param)
+                pairs = list(zip(self.rule.moments, moments, strict=True))
                 try:
-                    restored[param] = checkpoint.restore(saved, saved_group, param, weight, moments)
+                    restored[param] = checkpoint.restore(saved, param, weight, pairs)
                 except ValueError as error:
                     raise ValueError(f"the state for {name} does not fit: {error}") from None
         return others
 
 
-def _number(name: str, value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError):
-        raise ValueError(f"{name}={value!r}: must be a number, or a tensor of one element") from None
-
-
-def _check_param(name: str, param: Tensor) -> None:
-    if param.dtype not in PLAIN:
-        raise TypeError(
-            f"{name} is {param.dtype}: halfstep steps float16, bfloat16 and float32 params. Cast the model "
-            "(model.half(), model.bfloat16(), model.float()) or give this param to an optimizer of torch.optim"
-        )
-    if torch._debug_has_internal_overlap(param) == 1:
-        raise ValueError(
-            f"{name} is a view with strides {param.stride()}, in which elements share memory: make it a tensor of its own "
-            "with param.contiguous()"
-        )
-
-
-def check_grad(name: str, grad: Tensor) -> None:
-    """Raise for a gradient that no step takes; ``name`` is its param's."""
-    if grad.layout is not torch.strided:
-        raise TypeError(
-            f"the gradient of {name} is sparse ({grad.layout}): halfstep takes dense ones. Build the module with "
-            "sparse=False, or give this param to torch.optim.SparseAdam or SGD"
-        )
-    if grad.dtype not in GRADS:
-        raise TypeError(f"the gradient of {name} is {grad.dtype}: must be float16, bfloat16 or float32")
+def _levels_to_the_caller() -> int:
+    """How far up lies the first frame that is neither ours nor torch's, counted as a warning of the caller's counts."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("halfstep", "torch"):
+        level, frame = level + 1, frame.f_back
+    return level

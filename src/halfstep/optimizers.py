@@ -6,23 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.engine import LIVE, HalfOptimizer
+from halfstep.engine import HalfOptimizer
+from halfstep.options import LIVE
 from halfstep.rules.adam import ADAM
-
-_WAYS_OUT = {
-    "amsgrad": "AMSGrad is not offered; leave it out, or use torch.optim with float32 params",
-    "foreach": "all tensors are stepped together anyhow; leave it out, or choose with backend=",
-    "fused": "the step is one pass over memory anyhow; leave it out, or choose with backend=",
-    "capturable": "a step cannot be captured in a CUDA graph; leave it out",
-    "differentiable": "a step cannot be differentiated; leave it out, or use torch.optim with float32 params",
-}
-
-
-def _refuse(**arguments: Any) -> None:
-    """Raise for an argument of torch's that has no meaning here, unless it asks for nothing."""
-    for name, value in arguments.items():
-        if value:
-            raise ValueError(f"{name}={value!r}: {_WAYS_OUT[name]}")
 
 
 class Adam(HalfOptimizer):
@@ -67,12 +53,12 @@ class Adam(HalfOptimizer):
         moments: str | torch.dtype = "float32",
         backend: str = "auto",
     ) -> None:
-        _refuse(amsgrad=amsgrad, foreach=foreach, capturable=capturable, differentiable=differentiable, fused=fused)
-        own = {"decoupled_weight_decay": decoupled_weight_decay, "maximize": maximize}
-        teaching = {"absolute_weight_decay": False, "optimized_update": False}
+        rates = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        form = {"decoupled_weight_decay": decoupled_weight_decay, "absolute_weight_decay": False}
+        unused = {"amsgrad": amsgrad, "foreach": foreach, "fused": fused}
+        unused |= {"capturable": capturable, "differentiable": differentiable}
         kept = {"weights": weights, "moments": moments, "backend": backend}
-        rates = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, {**rates, **own, **teaching, **kept})
+        super().__init__(params, {**rates, **form, "optimized_update": False, **unused, **kept})
 
 
 class AdamW(Adam):
@@ -102,15 +88,24 @@ class AdamW(Adam):
         unused = {"foreach": foreach, "capturable": capturable, "differentiable": differentiable, "fused": fused}
         kept = {"weights": weights, "moments": moments, "backend": backend}
         super().__init__(
-            params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, decoupled_weight_decay=True, **unused, **kept
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            decoupled_weight_decay=True,
+            **unused,
+            **kept,
         )
 
 
 class WeightDecay:
     r"""Say how `AdamFP16` decays its weights.
 
-    Decoupled, $\theta \leftarrow (1 - \eta\lambda)\,\theta$ before the step, or $(1 - \lambda)\,\theta$ where ``absolute``;
-    otherwise L2, $g \leftarrow g + \lambda\,\theta$.
+    Decoupled, $\theta \leftarrow (1 - \eta\lambda)\,\theta$ before the step, or $(1 - \lambda)\,\theta$ where
+    ``absolute``; otherwise L2, $g \leftarrow g + \lambda\,\theta$.
 
     Args:
         weight_decay: $\lambda$, >= 0.
@@ -172,8 +167,8 @@ class AdamFP16(HalfOptimizer):
             raise TypeError(f"weight_decay={weight_decay!r}: must be a WeightDecay, as WeightDecay({weight_decay!r})")
         if callable(weight_decay):
             raise TypeError(
-                f"weight_decay={type(weight_decay).__name__}(...) defines __call__, which is not run: the step is compiled. "
-                "Choose among WeightDecay's own three forms, or write a rule (halfstep.rules)"
+                f"weight_decay={type(weight_decay).__name__}(...) defines __call__, which is not run: the step is "
+                "compiled. Choose among WeightDecay's own three forms, or write a rule (halfstep.rules)"
             )
         kept = {"weights": "master32", "moments": "float32", "backend": "auto", "maximize": False}
         rates = {"lr": lr, "betas": betas, "eps": eps, "optimized_update": optimized_update}

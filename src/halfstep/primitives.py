@@ -8,6 +8,7 @@ Integers are 32 bits wide and wrap, but a compiler may compute them wider: pass 
 32 bits through `to_i32`. A shift to the right is arithmetic; a logical one is ``(x >> k) & mask``.
 """
 
+import builtins
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, TypeAlias, TypeVar
@@ -112,7 +113,8 @@ def bind(
     if not isinstance(function, types.FunctionType) or function.__closure__:
         raise TypeError(f"{function!r} must be a plain function without a closure: it is compiled from its source")
     here = f"{function.__module__}.{function.__qualname__}"
-    namespace: dict[str, Any] = {"__name__": function.__module__}
+    # what a word calls may look for the builtins among its caller's globals, as imports in C do
+    namespace: dict[str, Any] = {"__name__": function.__module__, "__builtins__": builtins}
     for name in function.__code__.co_names:
         if name not in function.__globals__:
             raise TypeError(

@@ -1,20 +1,25 @@
 """GradScaler: torch's, for 16-bit gradients, with bounds and a memory."""
 
+import inspect
 import math
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.amp.grad_scaler import OptState
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from halfstep.engine import HalfOptimizer, check_grad, named
+from halfstep.engine import HalfOptimizer
+from halfstep.gradients import check, described, drop, not_finite, refuse_float16, widen
 
 #: The largest power of two that float16 holds: the gradient of a scaled float16 output is the scale itself.
 _FLOAT16_CAP = 2.0**15
+#: Between this and its inverse a scale and its inverse are normal float32 numbers.
+_LEAST = 2.0**-126
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -24,18 +29,18 @@ class GradScaler(torch.amp.GradScaler):
     gradients are not finite is left out and $s$ falls; after ``growth_interval`` steps without one it rises.
 
     Args:
-        device: a device type such as "cpu" or "cuda"; None takes the first loss's. "cuda" without CUDA warns and disables.
+        device: a type such as "cpu" or "cuda"; None takes the first loss's. "cuda" without CUDA warns and disables.
         init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch.
-        min_scale, max_scale: the scale stays between them (float32 powers of two keep the division exact).
+        min_scale, max_scale: the scale stays between them, 2**-126 and 2**126 at the widest.
         hysteresis: the number of overflows before a back-off; it is full again after the scale has grown.
-        at_floor: what an overflow at ``min_scale`` does in `update`: "warn" once, or "raise" each time.
+        at_floor: what an overflow at ``min_scale`` does in `update`, by name: "warn" once, or "raise" each time.
         allow_fp16: for optimizers other than halfstep's, unscale float16 gradients in place instead of raising.
 
     Raises:
         ValueError: an argument lies outside what it says.
 
     Exactness:
-        With a scale that is a power of two, both ways of a step (with `unscale_` and without) give the same bits.
+        Both ways of a step (with `unscale_` and without) give the same bits; powers of two divide exactly.
 
     Source:
         `torch.amp.GradScaler`; hysteresis as in Megatron-LM's DynamicGradScaler.
@@ -56,10 +61,8 @@ class GradScaler(torch.amp.GradScaler):
         at_floor: str = "warn",
         allow_fp16: bool = False,
     ) -> None:
-        if not 0 < min_scale <= max_scale < math.inf:
-            raise ValueError(f"min_scale={min_scale!r}, max_scale={max_scale!r}: must be finite, 0 < min_scale <= max_scale")
-        if not min_scale <= init_scale <= max_scale:
-            raise ValueError(f"init_scale={init_scale!r}: must lie between min_scale={min_scale} and max_scale={max_scale}")
+        self._min_scale, self._max_scale = _bounds(min_scale, max_scale)
+        self._check("init_scale", init_scale)
         if not (isinstance(hysteresis, int) and hysteresis >= 1):
             raise ValueError(f"hysteresis={hysteresis!r}: must be a whole number >= 1, the overflows before a back-off")
         if at_floor not in ("warn", "raise"):
@@ -69,55 +72,67 @@ class GradScaler(torch.amp.GradScaler):
         name = "cpu" if device is None else torch.device(device).type
         super().__init__(name, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._device_open = device is None
-        self._min_scale, self._max_scale = float(min_scale), float(max_scale)
         self._hysteresis = self._init_patience = hysteresis
         self._patience: Tensor | None = None
         self._at_floor = at_floor
         self._allow_fp16 = allow_fp16
         self._float16_output = self._scaled = False
-        self._floor: str | None = None
+        #: whether the next overflow may come at the floor, and what overflowed there: each param's name, and how
+        self._floor_near = init_scale * backoff_factor <= self._min_scale
+        self._floored: dict[str, str] | None = None
         self._floor_told = False
-        self._converted: dict[int, list[tuple[Tensor, torch.dtype | None]]] = {}
         self._found: weakref.WeakKeyDictionary[Any, list[Tensor]] = weakref.WeakKeyDictionary()
 
     # ------------------------------------------------------------------ the loop, in order
 
+    @_disable_dynamo
     def scale(self, outputs: Any) -> Any:
         """Multiply a loss, or each of an iterable of outputs, by the scale.
 
-        While an output is float16 the scale is held at 2**15 or below: its own gradient is the scale, and must be finite.
+        While an output is float16 the scale is held at 2**15 or below: its own gradient is the scale and must be
+        finite. Scale it first, or together with the others: the outputs of one iteration share one scale.
+
+        Raises:
+            ValueError: an output is no tensor.
         """
         if not self._enabled:
             return outputs
-        if isinstance(outputs, Iterable) and not isinstance(outputs, Tensor | list | tuple):
-            outputs = list(outputs)
-        tensors = list(_tensors(outputs))
-        if self._scale is None and tensors:
-            self._lazy_init_scale_growth_tracker(tensors[0].device)
-        if any(tensor.dtype is torch.float16 for tensor in tensors):
-            self._float16_output = True
-            # outputs of one iteration share one scale: what is scaled already stays right
-            if self._scale is not None and not self._scaled:
-                self._scale.clamp_(max=max(_FLOAT16_CAP, self._min_scale))
-        self._scaled = True
+        outputs = _materialized(outputs)
+        tensors = _tensors(outputs)
+        if tensors:
+            if self._scale is None:
+                self._lazy_init_scale_growth_tracker(tensors[0].device)
+            if any(tensor.dtype is torch.float16 for tensor in tensors):
+                self._float16_output = True
+                # outputs of one iteration share one scale: what is scaled already stays right
+                if not self._scaled:
+                    scale, _ = self._check_scale_growth_tracker("scale")
+                    scale.clamp_(max=max(_FLOAT16_CAP, self._min_scale))
+            self._scaled = True
         return super().scale(outputs)
 
+    @_disable_dynamo
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients by the scale and check them; each 16-bit one of halfstep's own becomes float32.
 
-        Such a gradient lies in ``.grad`` until `step`, stepping or skipping, drops it; clip or read it in between.
+        Such a gradient lies in ``.grad`` until `step` (stepping or skipping) or `update` drops it; clip it before.
 
         Raises:
             RuntimeError: called twice, or after `step`, since the last `update`.
             ValueError: float16 gradients of an optimizer that is not halfstep's.
             TypeError: a gradient is sparse.
         """
+        if self._enabled:
+            self._check_scale_growth_tracker("unscale_")
+            self._state(optimizer)
         super().unscale_(optimizer)
 
+    @_disable_dynamo
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step the optimizer unless a gradient is infinite or NaN; then leave everything as it was.
 
-        Without `unscale_` before, no float32 gradient comes to exist: one pass checks, the step itself divides.
+        Without `unscale_` before, no float32 gradient comes to exist: one pass checks, the step itself divides. Only
+        where a step pre-hook, a wrapper or a subclass's own step may read gradients before, `unscale_` runs.
 
         Returns:
             What ``optimizer.step`` returned; None where it was skipped.
@@ -129,32 +144,28 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
         inner = _innermost(optimizer)
-        state = self._per_optimizer_states[id(optimizer)]
-        straight = False
         if isinstance(inner, HalfOptimizer):
             if any(arg is not None for arg in args):
                 raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
-            # a hook before the step may read gradients: those of the unscaled way are what it expects
-            hooked = bool(inner._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
-            straight = state["stage"] is OptState.READY and not hooked
-        else:
-            self._refuse_float16(optimizer)
+        elif not self._allow_fp16:
+            refuse_float16(inner)
+        scale, _ = self._check_scale_growth_tracker("step")
+        state = self._state(optimizer)
+        straight = state["stage"] is OptState.READY and isinstance(inner, HalfOptimizer) and not _watched(optimizer)
         try:
             if straight:
-                scale, _ = self._check_scale_growth_tracker("step")
                 self._check_inf_per_device(optimizer)
                 state["stage"] = OptState.UNSCALED
                 inner._inverse_scale = 1.0 / scale.item()
             returned = super().step(optimizer, *args, **kwargs)
-        except BaseException:
-            if straight:
-                state["stage"] = OptState.READY
-            raise
         finally:
             inner.__dict__.pop("_inverse_scale", None)
+            if straight and state["stage"] is not OptState.STEPPED:
+                state["stage"] = OptState.READY  # it raised; the gradients are still scaled
         self._found[inner] = list(state["found_inf_per_device"].values())
-        self._note_floor(inner)
-        self._drop(id(inner))
+        if self.skipped(inner):
+            self._watch_floor(self.get_scale())
+        drop(state.pop("widened", {}))
         return returned
 
     def skipped(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -163,6 +174,7 @@ class GradScaler(torch.amp.GradScaler):
             return False
         return any(found.item() for found in self._found.get(_innermost(optimizer), ()))
 
+    @_disable_dynamo
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Let the scale fall after an overflow, or rise after ``growth_interval`` steps without; or set it.
 
@@ -174,24 +186,24 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return
         scale, tracker = self._check_scale_growth_tracker("update")
+        states = list(self._per_optimizer_states.values())
         if new_scale is not None:
-            scale.fill_(self._checked(new_scale))
+            if isinstance(new_scale, Tensor) and (new_scale.numel() != 1 or new_scale.requires_grad):
+                raise AssertionError("new_scale should be a float or a 1-element tensor with requires_grad=False.")
+            scale.fill_(self._check("new_scale", new_scale))
+            self._watch_floor(float(new_scale))
         else:
-            states = self._per_optimizer_states.values()
             found = [f.to(scale.device) for state in states for f in state["found_inf_per_device"].values()]
             if not found:
                 raise AssertionError("No inf checks were recorded prior to update.")
-            self._move(scale, tracker, torch.stack(found).sum() > 0)
-        for key in list(self._converted):
-            self._drop(key)
+            self._move(scale, tracker, torch.stack(found).amax())
+        for state in states:
+            drop(state.pop("widened", {}))
         self._per_optimizer_states.clear()
         self._float16_output = self._scaled = False
-        floor, self._floor = self._floor, None
-        if floor and self._at_floor == "raise":
-            raise RuntimeError(floor)
-        if floor and not self._floor_told:
-            self._floor_told = True
-            warnings.warn(floor + " This is said once.", RuntimeWarning, stacklevel=2)
+        floored, self._floored = self._floored, None
+        if floored is not None:
+            self._tell_floor(floored)
 
     # ------------------------------------------------------------------ how
 
@@ -207,89 +219,62 @@ class GradScaler(torch.amp.GradScaler):
         # torch calls this twice over: to unscale, and with allow_fp16 and a scale of 1 only to check
         inner = _innermost(optimizer)
         if isinstance(inner, HalfOptimizer):
-            for name, param in _graded(inner):
-                check_grad(name, param.grad)
+            optimizer = inner
+            check(inner)
             if not allow_fp16:
-                self._convert(inner)
-        elif not allow_fp16:
-            self._refuse_float16(optimizer)
+                widen(inner, self._state(inner).setdefault("widened", {}))
+        elif not (allow_fp16 or self._allow_fp16):
+            refuse_float16(inner)
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16 or self._allow_fp16)
+        if self._floor_near and self.get_scale() <= self._min_scale and any(f.item() for f in found.values()):
+            # now: clipping may make NaN of infinity
+            self._floored = (self._floored or {}) | not_finite(inner)
         # no param had a gradient: nothing overflowed
         return found or {found_inf.device: found_inf}
 
-    def _convert(self, optimizer: HalfOptimizer) -> None:
-        """Replace each 16-bit gradient by its float32 value, still scaled."""
-        converted = self._converted.setdefault(id(optimizer), [])
-        for _, param in _graded(optimizer):
-            grad = param.grad
-            if grad.dtype is torch.float32:
-                continue
-            # only without a grad may grad_dtype change, and None alone lets a 16-bit param hold a float32 grad
-            converted.append((param, param.grad_dtype))
-            param.grad = None
-            param.grad_dtype = None
-            param.grad = grad.detach().float()
-
-    def _drop(self, key: int) -> None:
-        """Drop the gradients that were converted, so that the next backward finds the param as it was."""
-        for param, dtype in self._converted.pop(key, ()):
-            param.grad = None
-            param.grad_dtype = dtype
-
-    def _refuse_float16(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._allow_fp16:
-            return
-        for name, param in _graded(optimizer):
-            if param.grad.dtype is torch.float16:
-                kind = type(_innermost(optimizer)).__name__
-                raise ValueError(
-                    f"Attempting to unscale FP16 gradients. {kind} would step {name} in float16, where small gradients "
-                    "and updates are lost. Keep the model and change one line: optimizer = halfstep.AdamW(...), which "
-                    "works on float32 weights; or give the scaler allow_fp16=True to unscale in float16 all the same"
-                )
+    def _state(self, optimizer: Any) -> dict[str, Any]:
+        """Return what is known of an optimizer since the last update; a wrapper shares it with what it wraps."""
+        inner = _innermost(optimizer)
+        state = self._per_optimizer_states[id(inner)]
+        self._per_optimizer_states[id(optimizer)] = state
+        # kept alive with it: a state is found by an id, which must not become another optimizer's
+        state.setdefault("owners", {}).update({id(optimizer): optimizer, id(inner): inner})
+        return state
 
     def _move(self, scale: Tensor, tracker: Tensor, overflowed: Tensor) -> None:
-        """Move the scale, its growth tracker and its patience, on the device, without waiting for it."""
-        patience = self._patience
+        """Move the scale as torch does, but within patience and bounds; all on the device, without waiting for it."""
+        patience, before = self._patience, scale.clone()
         assert patience is not None
-        tracker.copy_(torch.where(overflowed, 0, tracker + 1))
-        grows = tracker == self._growth_interval
-        tracker.masked_fill_(grows, 0)
-        patience.copy_(torch.where(overflowed, patience - 1, torch.where(grows, self._hysteresis, patience)))
-        patience.clamp_(min=0)
-        backs_off = overflowed & (patience == 0)
-        factor = torch.where(backs_off, self._backoff_factor, torch.where(grows, self._growth_factor, 1.0))
+        torch._amp_update_scale_(  # pyright: ignore[reportPrivateImportUsage]
+            scale, tracker, overflowed, self._growth_factor, self._backoff_factor, self._growth_interval
+        )
+        # the tracker returns to 0 after an overflow and after a growth
+        grown = (overflowed == 0) & (tracker == 0)
+        patience.sub_((overflowed > 0).int()).clamp_(min=0).masked_fill_(grown, self._hysteresis)
+        kept = (overflowed > 0) & (patience > 0)
         ceiling = min(self._max_scale, _FLOAT16_CAP) if self._float16_output else self._max_scale
-        scale.copy_((scale * factor).clamp(self._min_scale, max(ceiling, self._min_scale)))
+        scale.copy_(torch.where(kept, before, scale).clamp_(self._min_scale, max(ceiling, self._min_scale)))
 
-    def _note_floor(self, optimizer: Any) -> None:
-        """Remember, by name, what overflowed at a scale that cannot fall."""
-        if not self.skipped(optimizer) or self.get_scale() > self._min_scale:
-            return
-        infinite, nan = [], []
-        for name, param in _graded(optimizer):
-            values = param.grad.coalesce().values() if param.grad.is_sparse else param.grad
-            if values.isnan().any():
-                nan.append(name)
-            elif values.isinf().any():
-                infinite.append(name)
-        told = []
-        if infinite:
-            told.append(f"infinite in {_listed(infinite)}: look at what grew in the model, or lower min_scale")
-        if nan:
-            told.append(f"NaN in {_listed(nan)}: no scale mends that, look for it in the data and the loss")
-        self._floor = f"A step was skipped at the smallest scale, {self._min_scale:g}; gradients are {'; '.join(told)}."
+    def _watch_floor(self, scale: float) -> None:
+        """Note whether an overflow at ``scale`` leads to the floor: only there do gradients get looked through."""
+        self._floor_near = scale * self._backoff_factor <= self._min_scale
 
-    def _checked(self, new_scale: float | Tensor) -> float:
-        if isinstance(new_scale, Tensor) and (new_scale.numel() != 1 or new_scale.requires_grad):
-            raise AssertionError("new_scale should be a float or a 1-element tensor with requires_grad=False.")
-        value = float(new_scale)
-        if not self._min_scale <= value <= self._max_scale:
+    def _tell_floor(self, floored: dict[str, str]) -> None:
+        text = f"A step was skipped at the smallest scale, {self._min_scale:g}: {described(floored)}."
+        if self._at_floor == "raise":
+            raise RuntimeError(text)
+        if not self._floor_told:
+            self._floor_told = True
+            # past this function, update, and the two that keep the compiler out of it
+            warnings.warn(text + " This is said once.", RuntimeWarning, stacklevel=5)
+
+    def _check(self, name: str, scale: float | Tensor) -> float:
+        if not self._min_scale <= _float32(scale) <= self._max_scale:
             raise ValueError(
-                f"new_scale={value!r}: must lie between min_scale={self._min_scale} and max_scale={self._max_scale}, which "
-                "GradScaler(min_scale=..., max_scale=...) sets"
+                f"{name}={float(scale)!r}: must lie between min_scale={self._min_scale:g} and max_scale="
+                f"{self._max_scale:g}, which GradScaler(min_scale=..., max_scale=...) sets"
             )
-        return value
+        return float(scale)
 
     # ------------------------------------------------------------------ state
 
@@ -303,31 +288,31 @@ class GradScaler(torch.amp.GradScaler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of ours or of `torch.amp.GradScaler`, whose missing entries stay as they are here.
 
-        A scale outside the bounds, as torch's own can fall to 0 or rise to infinity, is brought to the nearer one with a
-        warning.
+        A scale outside the bounds (torch's can fall to 0 or rise to infinity) is brought to the nearer, with a warning.
 
         Raises:
             RuntimeError: ``state_dict`` is empty, as a disabled scaler's is.
-            ValueError: its scale is NaN.
+            ValueError: its scale is NaN, or its bounds are none.
         """
-        if self._enabled and state_dict:
-            low = float(state_dict.get("min_scale", self._min_scale))
-            high = float(state_dict.get("max_scale", self._max_scale))
-            saved = float(state_dict["scale"])
-            if math.isnan(saved):
-                raise ValueError("scale=nan in the loaded state: must be a number; start from a new GradScaler()")
-            scale = min(max(saved, low), high)
-            if scale != saved:
-                warnings.warn(
-                    f"the loaded scale {saved:g} lies outside {low:g} and {high:g}; it is {scale:g} now", stacklevel=2
-                )
-            state_dict = {**state_dict, "scale": scale}
-            self._min_scale, self._max_scale = low, high
-            self._hysteresis = int(state_dict.get("hysteresis", self._hysteresis))
-            self._init_patience = int(state_dict.get("_hysteresis_tracker", self._hysteresis))
-            if self._patience is not None:
-                self._patience.fill_(self._init_patience)
-        super().load_state_dict(state_dict)
+        if not (self._enabled and state_dict):
+            super().load_state_dict(state_dict)  # which says what is wrong
+            return
+        low, high = _bounds(state_dict.get("min_scale", self._min_scale), state_dict.get("max_scale", self._max_scale))
+        saved = _float32(state_dict["scale"])
+        if math.isnan(saved):
+            raise ValueError("scale=nan in the loaded state: must be a number; start from a new GradScaler()")
+        scale = min(max(saved, low), high)
+        super().load_state_dict({**state_dict, "scale": scale})
+        self._min_scale, self._max_scale = low, high
+        self._hysteresis = int(state_dict.get("hysteresis", self._hysteresis))
+        self._init_patience = int(state_dict.get("_hysteresis_tracker", self._hysteresis))
+        if self._patience is not None:
+            self._patience.fill_(self._init_patience)
+        self._watch_floor(scale)
+        if scale != saved:
+            warnings.warn(
+                f"the loaded scale {saved:g} lies outside {low:g} and {high:g}; it is {scale:g} now", stacklevel=2
+            )
 
     def _get_patience(self) -> int:
         return self._init_patience if self._patience is None else int(self._patience.item())
@@ -351,7 +336,8 @@ class GradScalerFP16(GradScaler):
         init_scale, growth_factor, backoff_factor, growth_interval, enabled, device: as `GradScaler` takes them.
 
     Source:
-        labml.ai's ``GradScalerFP16``. Any optimizer may be given, and float32 gradients lie in ``.grad``.
+        labml.ai's ``GradScalerFP16``. Float32 gradients lie in ``.grad``; float16 ones of another library's optimizer,
+        unscaled in 16 bits there, are refused (``GradScaler(allow_fp16=True)`` takes them).
     """
 
     def __init__(
@@ -374,23 +360,39 @@ def _innermost(optimizer: Any) -> Any:
     return optimizer
 
 
-def _graded(optimizer: torch.optim.Optimizer) -> Iterable[tuple[str, Any]]:
-    """Each param that has a gradient, once, under its name."""
-    seen = set()
-    for index, group in enumerate(optimizer.param_groups):
-        for name, param in named(group, index):
-            if param.grad is not None and param not in seen:
-                seen.add(param)
-                yield name, param
+def _watched(optimizer: Any) -> bool:
+    """Whether gradients may be read on the way into the step, so that they must be float32 and unscaled by then."""
+    inner = _innermost(optimizer)
+    own_step = inspect.unwrap(type(inner).step) is not inspect.unwrap(HalfOptimizer.step)
+    return bool(optimizer is not inner or own_step or inner._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
 
 
-def _tensors(outputs: Any) -> Iterable[Tensor]:
+def _bounds(min_scale: float, max_scale: float) -> tuple[float, float]:
+    low, high = _float32(min_scale), _float32(max_scale)
+    if not _LEAST <= low <= high <= 1 / _LEAST:
+        raise ValueError(
+            f"min_scale={min_scale!r}, max_scale={max_scale!r}: must be 2**-126 <= min_scale <= max_scale <= 2**126"
+        )
+    return low, high
+
+
+def _float32(number: float | Tensor) -> float:
+    """Round as the scale itself is rounded, or a scale at a bound would lie beyond it."""
+    return torch.tensor(float(number), dtype=torch.float32, device="cpu").item()
+
+
+def _materialized(outputs: Any) -> Any:
+    """Make a list of every iterator, which can be read only once."""
     if isinstance(outputs, Tensor):
-        yield outputs
-    elif isinstance(outputs, list | tuple):
-        for output in outputs:
-            yield from _tensors(output)
+        return outputs
+    if isinstance(outputs, str | Mapping) or not isinstance(outputs, Iterable) or hasattr(outputs, "_fields"):
+        raise ValueError(
+            f"outputs must be a Tensor or an iterable of Tensors, not {type(outputs).__name__}: pass the loss itself"
+        )
+    return (type(outputs) if isinstance(outputs, list | tuple) else list)(map(_materialized, outputs))
 
 
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+def _tensors(outputs: Any) -> list[Tensor]:
+    if isinstance(outputs, Tensor):
+        return [outputs]
+    return [tensor for output in outputs for tensor in _tensors(output)]

@@ -4,7 +4,6 @@ import functools
 import importlib
 from typing import NamedTuple
 
-from halfstep.backends.eager import EAGER
 from halfstep.contracts import Backend, Kernel, Plan
 
 BACKENDS = ("cpu", "eager")
@@ -25,10 +24,8 @@ class Choice(NamedTuple):
 @functools.cache
 def load(name: str) -> Backend | str:
     """Return the backend called ``name``, or say why it is missing here. Its compiler is imported now, not before."""
-    if name == "eager":
-        return EAGER
     try:
-        return importlib.import_module(f"halfstep.backends.{name}").CPU
+        return importlib.import_module(f"halfstep.backends.{name}").BACKEND
     except ImportError as error:
         return f"{error.name or 'its compiler'} cannot be imported ({error})"
 

@@ -249,4 +249,4 @@ class Cpu(Backend):
         return functools.partial(_step, _kernel(plan))
 
 
-CPU = Cpu()
+BACKEND = Cpu()

@@ -77,24 +77,26 @@ def _pieces(tensor: Tensor, flat: Sequence[Tensor]) -> Iterator[tuple[Tensor, li
         yield piece, [t[start:stop].view(piece.shape) for t in flat], box
 
 
-def encode(format: Format, values: Tensor) -> tuple[Tensor, ...]:
-    """Store float32 ``values`` anew: the contiguous parts of ``format``, shaped like them."""
-    parts = tuple(torch.empty(values.shape, dtype=part.dtype, device=values.device) for part in format.parts)
-    store = bind(format.store)
-    for piece, outs, _ in _pieces(values, parts):
-        for out, value in zip(outs, store(piece), strict=True):
-            write(out, value)
-    return parts
+@torch.no_grad()
+def convert(source: Format, parts: Sequence[Tensor], target: Format, skip: int = 0) -> list[Tensor]:
+    """Return, contiguous, what ``target`` keeps for the values that ``parts`` hold in ``source``.
 
-
-def decode(format: Format, parts: Sequence[Tensor]) -> Tensor:
-    """Read the float32 values, contiguous, that ``parts`` hold. The first may have any strides."""
-    first, *rest = parts
-    values = torch.empty(first.shape, dtype=torch.float32, device=first.device)
-    load = bind(format.load)
-    for piece, (out, *others), _ in _pieces(first, (values, *rest)):
-        out.copy_(load(read(piece), *map(read, others)))
-    return values
+    Args:
+        source: the format of ``parts``.
+        parts: the first may have any strides; the others are contiguous.
+        target: the format to keep the values in; its first ``skip`` parts are not made.
+        skip: how many.
+    """
+    first, *rest = (part.detach() for part in parts)
+    made = [torch.empty(first.shape, dtype=part.dtype, device=first.device) for part in target.parts[skip:]]
+    if not made:
+        return made
+    load, store = bind(source.load), bind(target.store)
+    for piece, flat, _ in _pieces(first, (*rest, *made)):
+        values = store(load(read(piece), *map(read, flat[: len(rest)])))
+        for part, value in zip(flat[len(rest) :], values[skip:], strict=True):
+            write(part, value)
+    return made
 
 
 class Eager(Backend):
@@ -136,4 +138,4 @@ class Eager(Backend):
         return lambda jobs: [step(job) for job in jobs]
 
 
-EAGER = Eager()
+BACKEND = Eager()

@@ -5,12 +5,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from halfstep.contracts import Moment, Rule
-from halfstep.primitives import div, sqrt
+from halfstep.primitives import div, select, sqrt
 
 
 def adam(weight, grad, exp_avg, exp_avg_sq, one_minus_beta1, one_minus_beta2, decay, l2, step_size, denom_scale, eps):
     #: $g_t \leftarrow g_t + \lambda_2\,\theta_{t-1}$, L2 weight decay
-    grad = grad + weight * l2
+    pull = weight * l2
+    # an infinite weight that is not decayed, infinity times 0, leaves its gradient alone
+    grad = grad + select(pull == pull, pull, 0.0)
     #: $m_t = m_{t-1} + (1-\beta_1)\,(g_t - m_{t-1})$
     exp_avg = exp_avg + (grad - exp_avg) * one_minus_beta1
     #: $v_t = v_{t-1} + (1-\beta_2)\,(g_t^2 - v_{t-1})$

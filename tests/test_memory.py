@@ -1,0 +1,68 @@
+"""P28: what a step needs beside the params, gradients and state is bounded, however large the model."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+#: a naive float32 copy of a param of so many elements takes 68 MiB, more than all that is allowed
+SIZE = 17 * 2**20
+LIMIT = 64 * 2**20
+
+SCRIPT = """
+import json, sys, torch, halfstep
+backend = sys.argv[1]
+torch.set_num_threads(1)
+
+def make(size, layout, weights, half):
+    param = torch.nn.Parameter(torch.zeros(2, size // 2, dtype=getattr(torch, half)))
+    if layout == "transposed":
+        param.data = param.data.t()
+    param.grad = torch.zeros_like(param)
+    return param, halfstep.AdamW([param], weights=weights, backend=backend)
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+def beside(call):
+    "How far the resident size rose above what it was before ``call``."
+    before = resident()
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    call()
+    with open("/proc/self/status") as file:
+        return 1024 * int(next(line for line in file if line.startswith("VmHWM")).split()[1]) - before
+
+for case in (
+    ("contiguous", "split16", "float16"),
+    ("transposed", "split16", "bfloat16"),
+    ("contiguous", "master32", "bfloat16"),
+):
+    # what is compiled, imported or cached once is no part of a step
+    param, optimizer = make(4096, *case)
+    optimizer.step()
+    optimizer.step()
+    # the first is so large that even a 16-bit copy of its param would show
+    size = 2 * int(sys.argv[2]) if case[2] == "float16" else int(sys.argv[2])
+    param, optimizer = make(size, *case)
+    first = beside(optimizer.step)
+    kept = sum(t.nbytes for t in optimizer.state[param].values() if isinstance(t, torch.Tensor))
+    state = optimizer.state_dict()
+    figures = [first - kept, beside(optimizer.step), beside(lambda: optimizer.load_state_dict(state)) - kept]
+    print(json.dumps([*case, kept, *figures]))
+    del param, optimizer, state
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
+def test_p28_a_step_needs_little_beside(backend: str) -> None:
+    call = [sys.executable, "-c", SCRIPT, backend, str(SIZE)]
+    output = subprocess.run(call, capture_output=True, text=True, check=True, timeout=200).stdout
+    cases = [json.loads(line) for line in output.splitlines()]
+    assert len(cases) == 3
+    for layout, weights, half, kept, *figures in cases:
+        assert kept >= SIZE * 10
+        for what, figure in zip(("the first step", "a later step", "loading"), figures, strict=True):
+            assert figure < LIMIT, f"{what}, {layout} {half} as {weights}: {figure / 2**20:.0f} MiB"
