@@ -1,7 +1,5 @@
 """What every test may use."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -24,6 +22,5 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(autouse=True)
-def _seeded() -> Iterator[None]:
+def _seeded() -> None:
     torch.manual_seed(0)
-    yield
