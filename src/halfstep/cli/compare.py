@@ -18,7 +18,7 @@ from halfstep.cli.picture import draw_comparison
 from halfstep.cli.progress import Progress, say
 from halfstep.cli.settings import Settings, claim, command_line
 from halfstep.cli.text import load_text
-from halfstep.cli.training import Training, halfstep_adamw
+from halfstep.cli.training import Training, halfstep_adamw, rising_and_falling
 
 COLUMNS = ("", "validation loss", "from float32", "bytes a parameter", "optimizer ms a step", "skipped steps")
 
@@ -60,18 +60,18 @@ def compare(settings: Settings, console: Console) -> int:
     if settings.dtype == "float32":
         raise InputError("--dtype float32: --compare sets a 16-bit dtype beside float32; choose float16 or bfloat16")
     text = load_text(settings.text, settings.sizes.window)
-    half, scaled = settings.torch_dtype, settings.dtype == "float16"
+    half, scaled, rate = settings.torch_dtype, settings.dtype == "float16", rising_and_falling(settings)
 
     def torch_adamw(params: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW([param for _, param in params], lr=settings.lr)
 
     try:
         trainings = {
-            "torch AdamW, float32": Training(settings, text, torch.float32, torch_adamw, scaled=False),
-            f"torch AdamW, {settings.dtype}": Training(settings, text, half, torch_adamw, scaled=False),
+            "torch AdamW, float32": Training(settings, text, torch.float32, torch_adamw, rate, scaled=False),
+            f"torch AdamW, {settings.dtype}": Training(settings, text, half, torch_adamw, rate, scaled=False),
             **{
                 f"halfstep {weights}, {settings.dtype}": Training(
-                    settings, text, half, halfstep_adamw(settings, weights), scaled=scaled
+                    settings, text, half, halfstep_adamw(settings, weights), rate, scaled
                 )
                 for weights in ("split16", "master32")
             },

@@ -18,7 +18,7 @@ from halfstep.cli.picture import draw_run
 from halfstep.cli.progress import Progress, say
 from halfstep.cli.settings import Settings, claim, command_line
 from halfstep.cli.text import load_text
-from halfstep.cli.training import Training, computes_in_float32, halfstep_adamw
+from halfstep.cli.training import Training, computes_in_float32, halfstep_adamw, rising
 
 METRICS = "metrics.jsonl"
 
@@ -42,7 +42,8 @@ def run(settings: Settings, resume: bool, console: Console) -> int:
         )
     try:
         make_optimizer = halfstep_adamw(settings, settings.weights)
-        training = Training(settings, text, settings.torch_dtype, make_optimizer, scaled=settings.dtype == "float16")
+        scaled = settings.dtype == "float16"
+        training = Training(settings, text, settings.torch_dtype, make_optimizer, rising(settings), scaled)
     except ValueError as error:
         # The optimizer knows its formats, and what it says of them is for the person who typed their names.
         raise InputError(str(error)) from error

@@ -20,7 +20,9 @@ def train(
     weights: Annotated[str, typer.Option(help="How the optimizer keeps what 16-bit weights drop.")] = "split16",
     moments: Annotated[str, typer.Option(help="How the optimizer keeps its moments.")] = "float32",
     steps: Annotated[int, typer.Option(help="The number of the last step.")] = 300,
-    lr: Annotated[float, typer.Option(help="The learning rate, after 50 steps of warmup.")] = 1e-3,
+    lr: Annotated[
+        float, typer.Option(help="The learning rate after 50 steps of warmup; with --compare it falls to 0 from there.")
+    ] = 1e-3,
     clip: Annotated[float, typer.Option(help="The largest gradient norm; 0 for no clipping.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Decides the first weights, the batches and the sample.")] = 0,
     out: Annotated[

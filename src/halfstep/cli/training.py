@@ -16,6 +16,7 @@ from halfstep.products import float32_products, native_float16_products
 
 VALIDATION_BATCH = 32
 
+Rate = Callable[[int], float]
 MakeOptimizer = Callable[[Iterable[tuple[str, torch.nn.Parameter]]], torch.optim.Optimizer]
 
 
@@ -30,15 +31,23 @@ class Training:
         text: what to learn from.
         dtype: of the parameters; the initial values are the same float32 ones for every dtype, cast.
         make_optimizer: builds the optimizer from the named parameters.
+        rate: the learning rate of each step, counted from 1.
         scaled: whether the loss is scaled; without, the scaler passes everything through.
     """
 
     def __init__(
-        self, settings: Settings, text: Text, dtype: torch.dtype, make_optimizer: MakeOptimizer, scaled: bool
+        self,
+        settings: Settings,
+        text: Text,
+        dtype: torch.dtype,
+        make_optimizer: MakeOptimizer,
+        rate: Rate,
+        scaled: bool,
     ) -> None:
         self.settings = settings
         self.text = text
         self.dtype = dtype
+        self.rate = rate
         self.device = settings.torch_device
         self.model = GPT(settings.sizes.shape, settings.seed).to(self.device, dtype)
         self.optimizer = make_optimizer(self.model.named_parameters())
@@ -50,7 +59,7 @@ class Training:
         """Compute the gradients of step ``step``, counted from 1, and return its loss."""
         sizes = self.settings.sizes
         for group in self.optimizer.param_groups:
-            group["lr"] = self.settings.lr * min(1.0, step / sizes.warmup)
+            group["lr"] = self.rate(step)
         tokens = self.text.batch(self.settings.seed, step, sizes.batch, sizes.window).to(self.device)
         with self._products():
             loss = loss_of(self.model, tokens)
@@ -114,6 +123,20 @@ class Training:
 
     def _products(self) -> AbstractContextManager[None]:
         return float32_products() if computes_in_float32(self.dtype, self.device) else nullcontext()
+
+
+def rising(settings: Settings) -> Rate:
+    """Return the rate of a run that may be extended: it rises over the warmup, and stays."""
+    return lambda step: settings.lr * min(1.0, step / settings.sizes.warmup)
+
+
+def rising_and_falling(settings: Settings) -> Rate:
+    """Return the rate of a run whose end is known: it rises over the warmup, and falls in a line to the last step.
+
+    Where it stays high to the end, the last loss is a draw: runs that differ in one rounding end 0.3 % apart.
+    """
+    warmup, left = settings.sizes.warmup, max(1, settings.steps - settings.sizes.warmup)
+    return lambda step: settings.lr * min(1.0, step / warmup, (settings.steps + 1 - step) / left)
 
 
 def computes_in_float32(dtype: torch.dtype, device: torch.device) -> bool:
