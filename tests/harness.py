@@ -2,12 +2,15 @@
 
 import struct
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+import halfstep
 from halfstep import backends
 from halfstep.contracts import Format, Job, Moment, Plan, Rule
+from halfstep.engine import HalfOptimizer
 from halfstep.formats import FLOAT32, GRADS, MOMENTS, WEIGHTS
 
 CPU = torch.device("cpu")
@@ -18,17 +21,14 @@ WEIGHT_FORMATS: dict[str, Format] = {"float32": FLOAT32} | {
     for dtype, format in formats.items()
 }
 MOMENT_FORMATS: dict[str, Format] = dict(MOMENTS)
-#: hyperparameters for any rule's scalars: each rule takes what it needs
-GROUP = {
-    "lr": 1e-3,
-    "betas": (0.9, 0.999),
-    "eps": 1e-8,
-    "weight_decay": 0.01,
-    "maximize": False,
-    "optimized_update": False,
-    "decoupled_weight_decay": True,
-    "absolute_weight_decay": False,
-}
+#: hyperparameters for any rule's scalars, each rule taking what it needs: the public optimizers' defaults together, but
+#: for those at which a part of the arithmetic would stand still
+GROUP: dict[str, Any] = {}
+for _optimizer in vars(halfstep).values():
+    if isinstance(_optimizer, type) and issubclass(_optimizer, HalfOptimizer):
+        make: Any = _optimizer
+        GROUP |= make([torch.nn.Parameter(torch.zeros(1))]).defaults
+GROUP |= {"weight_decay": 0.01, "momentum": 0.9, "dampening": 0.1}
 
 
 def float_of(bits: int) -> float:

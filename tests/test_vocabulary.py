@@ -45,6 +45,8 @@ def faults(function: ast.FunctionDef, known: set[str]) -> list[str]:
             found.append(f"{at}: the operator {type(node.op).__name__}")
         elif isinstance(node, ast.Compare) and not all(isinstance(op, COMPARISONS) for op in node.ops):
             found.append(f"{at}: a comparison by {type(node.ops[0]).__name__}")
+        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant):
+            pass  # a negative number
         elif isinstance(
             node, ast.UnaryOp | ast.BoolOp | ast.If | ast.IfExp | ast.For | ast.While | ast.Subscript | ast.Attribute
         ):

@@ -29,6 +29,7 @@ class _Slot:
     dtype: torch.dtype
     device: torch.device
     shape: torch.Size
+    rule: Rule
     weight: Format
     moments: tuple[Format, ...]
     kept: Mapping[str, torch.dtype]
@@ -103,13 +104,18 @@ class HalfOptimizer(torch.optim.Optimizer):
         for name, param in named(group, len(self.param_groups)):
             check_param(name, param)
             if group["backend"] != "auto":
-                plan = Plan(self.rule, *self._formats(group, param), GRADS[param.dtype], param.device)
-                backends.choose(plan, group["backend"])
+                rule, weight, moments = self._formats(group, param)
+                backends.choose(Plan(rule, weight, moments, GRADS[param.dtype], param.device), group["backend"])
         self.param_groups.append(group)
 
-    def _formats(self, group: Mapping[str, Any], param: Tensor) -> tuple[Format, tuple[Format, ...]]:
-        """Return the formats of a param's weight and of its moments."""
-        return weight_format(group["weights"], param.dtype), (MOMENTS[group["moments"]],) * len(self.rule.moments)
+    def _rule(self, group: Mapping[str, Any]) -> Rule:
+        """Return the rule of a group; a subclass in which an option decides it says which."""
+        return self.rule
+
+    def _formats(self, group: Mapping[str, Any], param: Tensor) -> tuple[Rule, Format, tuple[Format, ...]]:
+        """Return a param's rule, and the formats of its weight and of its moments."""
+        rule = self._rule(group)
+        return rule, weight_format(group["weights"], param.dtype), (MOMENTS[group["moments"]],) * len(rule.moments)
 
     # ------------------------------------------------------------------ the step
 
@@ -171,7 +177,7 @@ class HalfOptimizer(torch.optim.Optimizer):
     def _scalars(self, index: int, group: dict[str, Any], step: int) -> tuple[float, ...]:
         """Return the gradient's factor and the rule's scalars."""
         factor = -self._inverse_scale if group["maximize"] else self._inverse_scale
-        scalars = (factor, *self.rule.scalars(group, step))
+        scalars = (factor, *self._rule(group).scalars(group, step))
         if not all(abs(scalar) <= _LARGEST for scalar in scalars):
             numbers = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay") if name in group}
             raise ValueError(
@@ -190,6 +196,7 @@ class HalfOptimizer(torch.optim.Optimizer):
             and slot.device == param.device
             and slot.shape == param.shape
             and slot.options == options
+            and slot.rule is self._rule(group)
             and (not state or slot.holds(state))
         ):
             return slot
@@ -201,9 +208,9 @@ class HalfOptimizer(torch.optim.Optimizer):
         check_param(name, param)
         group.update(formats(group))
         options = (group["weights"], group["moments"], group["backend"])
-        weight, moments = self._formats(group, param)
-        kept = checkpoint.layout(weight, list(zip(self.rule.moments, moments, strict=True)))
-        slot = _Slot(name, options, param.dtype, param.device, param.shape, weight, moments, kept)
+        rule, weight, moments = self._formats(group, param)
+        kept = checkpoint.layout(weight, list(zip(rule.moments, moments, strict=True)))
+        slot = _Slot(name, options, param.dtype, param.device, param.shape, rule, weight, moments, kept)
         if state:
             if reason := checkpoint.mismatch(state, param, kept):
                 raise ValueError(
@@ -215,12 +222,12 @@ class HalfOptimizer(torch.optim.Optimizer):
         return slot
 
     def _plan(self, slot: _Slot, grad: torch.dtype) -> Plan:
-        return Plan(self.rule, slot.weight, slot.moments, GRADS[grad], slot.device)
+        return Plan(slot.rule, slot.weight, slot.moments, GRADS[grad], slot.device)
 
     def _job(self, due: _Due) -> Job:
         slot, param = due.slot, due.param
         if not self.state.get(param):
-            moments = list(zip(self.rule.moments, slot.moments, strict=True))
+            moments = list(zip(slot.rule.moments, slot.moments, strict=True))
             self.state[param] = {"step": 0, **checkpoint.fresh(param, slot.weight, moments)}
             slot.tensors = tuple(self.state[param][key] for key in slot.kept)
         return Job(param, due.grad, slot.tensors, due.scalars)
@@ -286,12 +293,13 @@ class HalfOptimizer(torch.optim.Optimizer):
                 "" if slot.weight.name == group["weights"] else f" (weights={group['weights']!r} is for 16-bit params)"
             )
             text = (
-                f"{str(slot.dtype).removeprefix('torch.')} params: weights {slot.weight.name}{own}; "
-                f"moments {', '.join(dict.fromkeys(format.name for format in slot.moments))}; "
+                f"{str(slot.dtype).removeprefix('torch.')} params: rule {slot.rule.name}; "
+                f"weights {slot.weight.name}{own}; "
+                f"moments {', '.join(dict.fromkeys(format.name for format in slot.moments)) or 'none'}; "
                 f"backend {backend.name}: {backend.describe(plan)}{f' ({reason})' if reason else ''}"
             )
             sizes[index, text].append(param.numel())
-        lines = [f"{type(self).__name__}, rule {self.rule.name}"]
+        lines = [type(self).__name__]
         lines += [f"group {k}: {len(ns)} tensors, {sum(ns):,} {text}" for (k, text), ns in sizes.items()]
         lines += [f"saturated in the last step: {count} weights of {name}" for name, count in self.saturated().items()]
         return "\n  ".join(lines)
@@ -352,8 +360,8 @@ class HalfOptimizer(torch.optim.Optimizer):
                 saved = others.pop(number, None)
                 if not saved:
                     continue
-                weight, moments = self._formats(group, param)
-                pairs = list(zip(self.rule.moments, moments, strict=True))
+                rule, weight, moments = self._formats(group, param)
+                pairs = list(zip(rule.moments, moments, strict=True))
                 try:
                     restored[param] = checkpoint.restore(saved, param, weight, pairs)
                 except ValueError as error:

@@ -1,14 +1,19 @@
 """The optimizers: their signatures and defaults. What they compute is in `rules`."""
 
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from halfstep.contracts import Rule
 from halfstep.engine import HalfOptimizer
 from halfstep.options import LIVE
 from halfstep.rules.adam import ADAM
+from halfstep.rules.lion import LION
+from halfstep.rules.sgd import SGD as PLAIN_SGD
+from halfstep.rules.sgd import SGD_MOMENTUM
 
 
 class Adam(HalfOptimizer):
@@ -99,6 +104,94 @@ class AdamW(Adam):
             **unused,
             **kept,
         )
+
+
+class Lion(HalfOptimizer):
+    r"""Step by the sign of an average of gradients, with decoupled weight decay.
+
+    $\theta_t = (1 - \eta\lambda)\,\theta_{t-1} - \eta\,\mathrm{sign}(\beta_1 m_{t-1} + (1-\beta_1)\, g_t)$ and
+    $m_t = \beta_2 m_{t-1} + (1-\beta_2)\, g_t$; one moment, so 4 bytes a parameter less than `AdamW`.
+
+    Args:
+        params, weights, moments, backend: as `Adam` takes them.
+        lr: $\eta$; a third to a tenth of what Adam takes, since every weight moves by all of it.
+        betas, weight_decay, maximize: $(\beta_1, \beta_2)$, $\lambda$, and whether to climb.
+
+    Raises:
+        ValueError, TypeError: an argument or a param is none of these.
+
+    Exactness:
+        As `Adam`'s.
+
+    Source:
+        Chen et al. 2023, arXiv:2302.06675, algorithm 2.
+    """
+
+    rule = LION
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        weights: str = "split16",
+        moments: str | torch.dtype = "float32",
+        backend: str = "auto",
+    ) -> None:
+        rates = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, {**rates, "weights": weights, "moments": moments, "backend": backend})
+
+
+class SGD(HalfOptimizer):
+    r"""Step as `torch.optim.SGD` does in float32, on params of 16 bits, with L2 or decoupled weight decay.
+
+    $b_t = \mu\, b_{t-1} + (1-\tau)\, g_t$ with $b_1 = g_1$, and $\theta_t = d\,\theta_{t-1} - \eta\, b_t$, or with
+    ``nesterov`` $- \eta\,(g_t + \mu\, b_t)$. Without momentum nothing is kept but the weight.
+
+    Args:
+        params, weights, moments, backend: as `Adam` takes them.
+        lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch.
+        foreach, differentiable, fused: accepted at None or False.
+        decoupled_weight_decay: decay the weight by $\eta\lambda$ of itself rather than add $\lambda\theta$ to $g$.
+
+    Raises:
+        ValueError, TypeError: an argument or a param is none of these, or Nesterov's step lacks a momentum.
+
+    Exactness:
+        As `Adam`'s.
+    """
+
+    rule = SGD_MOMENTUM
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        weights: str = "split16",
+        moments: str | torch.dtype = "float32",
+        backend: str = "auto",
+    ) -> None:
+        rates = {"lr": lr, "momentum": momentum, "dampening": dampening, "nesterov": nesterov, "maximize": maximize}
+        decay = {"weight_decay": weight_decay, "decoupled_weight_decay": decoupled_weight_decay}
+        unused = {"foreach": foreach, "differentiable": differentiable, "fused": fused}
+        kept = {"weights": weights, "moments": moments, "backend": backend}
+        super().__init__(params, {**rates, **decay, **unused, **kept})
+
+    def _rule(self, group: Mapping[str, Any]) -> Rule:
+        return SGD_MOMENTUM if group["momentum"] else PLAIN_SGD
 
 
 class WeightDecay:

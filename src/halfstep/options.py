@@ -32,13 +32,20 @@ def checked(group: Mapping[str, Any]) -> dict[str, Any]:
     """
     refuse(group)
     kept = {**group, **formats(group)}
-    for name in ("lr", "eps", "weight_decay"):
+    for name in ("lr", "eps", "weight_decay", "momentum"):
         if name in group:
             number = _number(name, group[name])
             # what float32 would round to 0 divides by 0 later
             if not (number == 0 or 2.0**-149 <= number <= torch.finfo(torch.float32).max):
                 raise ValueError(f"{name}={group[name]!r}: must be 0, or a float32 number from 1.4e-45 to 3.4e+38")
             kept[name] = group[name] if name == "lr" and isinstance(group[name], Tensor) else number
+    if "dampening" in group:
+        kept["dampening"] = _number("dampening", group["dampening"])
+    if group.get("nesterov") and not (kept["momentum"] > 0 and kept["dampening"] == 0):
+        raise ValueError(
+            f"nesterov={group['nesterov']!r}: needs momentum > 0 and dampening 0, and these are {kept['momentum']} and "
+            f"{kept['dampening']}; set them, or leave nesterov out"
+        )
     if "betas" in group:
         kept["betas"] = _betas(group["betas"])
     return kept

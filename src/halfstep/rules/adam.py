@@ -5,14 +5,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from halfstep.contracts import Moment, Rule
-from halfstep.primitives import div, select, sqrt
+from halfstep.primitives import div, sqrt
+from halfstep.rules.decay import decay_scalars, pulled
 
 
 def adam(weight, grad, exp_avg, exp_avg_sq, one_minus_beta1, one_minus_beta2, decay, l2, step_size, denom_scale, eps):
     #: $g_t \leftarrow g_t + \lambda_2\,\theta_{t-1}$, L2 weight decay
-    pull = weight * l2
-    # an infinite weight that is not decayed, infinity times 0, leaves its gradient alone
-    grad = grad + select(pull == pull, pull, 0.0)
+    grad = pulled(grad, weight, l2)
     #: $m_t = m_{t-1} + (1-\beta_1)\,(g_t - m_{t-1})$
     exp_avg = exp_avg + (grad - exp_avg) * one_minus_beta1
     #: $v_t = v_{t-1} + (1-\beta_2)\,(g_t^2 - v_{t-1})$
@@ -31,19 +30,13 @@ def scalars(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
     $\sqrt{v_t}$ (the paper's own remark at the end of its section 2).
     """
     lr, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
-    weight_decay = float(group["weight_decay"])
     correction1, correction2 = 1 - beta1**step, math.sqrt(1 - beta2**step)
     if group["optimized_update"]:
         step_size, denom_scale = lr * correction2 / correction1, 1.0
     else:
         step_size, denom_scale = lr / correction1, 1 / correction2
-    if not group["decoupled_weight_decay"]:
-        decay, l2 = 1.0, weight_decay
-    elif group["absolute_weight_decay"]:
-        decay, l2 = 1 - weight_decay, 0.0
-    else:
-        decay, l2 = 1 - lr * weight_decay, 0.0
-    return 1 - beta1, 1 - beta2, decay, l2, step_size, denom_scale, float(group["eps"])
+    decay = decay_scalars(group, absolute=group["absolute_weight_decay"])
+    return 1 - beta1, 1 - beta2, *decay, step_size, denom_scale, float(group["eps"])
 
 
 ADAM = Rule("adam", (Moment("exp_avg", signed=True), Moment("exp_avg_sq", square=True)), adam, scalars)
