@@ -1,8 +1,8 @@
 """Run the teaching implementation's AdamFP16 beside ours on the same gradients: python benchmarks/teaching.py [params].
 
-It needs labml-nn 0.5.1: pip install "halfstep[teaching]", or without its torchvision and torchtext, which nothing here
-uses, pip install --no-deps labml-nn==0.5.1 labml labml-helpers. Its scaler raises on today's torch, so the gradients
-here are what a scaler would hand over.
+It needs labml-nn 0.5.1: pip install "halfstep[teaching]", or without torchvision and torchtext, which nothing here
+uses, pip install pyyaml and pip install --no-deps labml-nn==0.5.1 labml labml-helpers. Its scaler raises on today's
+torch, so the gradients here are what a scaler would hand over.
 
 With L2 decay a gradient and the decay sometimes cancel but for their last bits; Adam's first step is then lr in the
 direction of whatever the rounding left, so single weights may differ by 2 lr.
