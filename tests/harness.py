@@ -1,7 +1,7 @@
 """What the tests of arithmetic share: values that break things, sameness, and one format or rule run on one backend."""
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -145,3 +145,13 @@ def plans(rule: Rule) -> dict[str, Plan]:
         for grad in sorted({format.parts[0].dtype, torch.float32}, key=str)
         for moments in MOMENT_FORMATS
     }
+
+
+def allocations(function: Callable[[], object]) -> list[int]:
+    """The bytes of every block of memory that torch allocates meanwhile, inside its operators too."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        function()
+    assert profile.profiler is not None
+    assert profile.profiler.kineto_results is not None
+    events: Any = profile.profiler.kineto_results.events()
+    return [event.nbytes() for event in events if event.name() == "[memory]" and event.nbytes() > 0]

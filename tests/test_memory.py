@@ -5,6 +5,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+import halfstep
+from halfstep.formats import WEIGHTS
+from harness import allocations
 
 #: a naive float32 copy of a param of so many elements takes 68 MiB, more than all that is allowed
 SIZE = 17 * 2**20
@@ -66,3 +71,21 @@ def test_p28_a_step_needs_little_beside(backend: str) -> None:
         assert kept >= SIZE * 10
         for what, figure in zip(("the first step", "a later step", "loading"), figures, strict=True):
             assert figure < LIMIT, f"{what}, {layout} {half} as {weights}: {figure / 2**20:.0f} MiB"
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("transposed", [False, True], ids=["contiguous", "transposed"])
+def test_p28_the_first_step_allocates_the_state_and_nothing_else_as_large_as_the_param(
+    half: torch.dtype, backend: str, weights: str, transposed: bool
+) -> None:
+    # what is worked on at a time, at most 2**20 elements of 4 bytes, is less than half of the param
+    size = 5 * 2**20
+    param = torch.nn.Parameter(torch.zeros(2, size // 2, dtype=half))
+    if transposed:
+        param.data = param.data.t()
+    param.grad = torch.zeros_like(param)
+    optimizer = halfstep.AdamW([param], weights=weights, backend=backend)
+    kept = [part.dtype.itemsize * size for part in WEIGHTS[weights][half].parts[1:]] + [4 * size] * 2
+    first, second = allocations(optimizer.step), allocations(optimizer.step)
+    assert sorted(n for n in first if n >= size) == sorted(kept)
+    assert not [n for n in second if n >= size]

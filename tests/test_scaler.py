@@ -9,6 +9,7 @@ import torch
 from torch.nn import Parameter
 
 import halfstep
+from harness import allocations
 from scaling import WAYS, adamw, assert_same, backward, iterate, param, snapshot, step
 
 INF = float("inf")
@@ -94,16 +95,6 @@ def test_both_ways_of_a_step_give_the_same_bits(
     straight, unscaled = run("straight"), run("unscaled")
     assert_same(straight[0], unscaled[0])
     assert straight[1] == unscaled[1] == [scale] * 2 + [scale / 2] * 4
-
-
-def allocations(function: Any) -> list[int]:
-    """The bytes of every block of memory that torch allocates meanwhile, inside its operators too."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        function()
-    assert profile.profiler is not None
-    assert profile.profiler.kineto_results is not None
-    events: Any = profile.profiler.kineto_results.events()
-    return [event.nbytes() for event in events if event.name() == "[memory]" and event.nbytes() > 0]
 
 
 def test_no_float32_gradient_exists_in_the_straight_way(half: torch.dtype, backend: str) -> None:
