@@ -89,6 +89,21 @@ def test_p29_nesterov_needs_a_momentum() -> None:
         halfstep.SGD([param], momentum=-0.5)
 
 
+def test_p29_a_momentum_that_comes_late_is_told_the_way_out(half: torch.dtype, backend: str) -> None:
+    param = torch.nn.Parameter(torch.ones(4, dtype=half))
+    optimizer = halfstep.SGD([("w", param)], lr=0.25, backend=backend)
+    trained(optimizer, param, [torch.ones(4)])
+    optimizer.param_groups[0]["momentum"] = 0.5
+    with pytest.raises(ValueError, match=r"w cannot be stepped: .* no 'momentum_buffer'.* starts in a new optimizer"):
+        optimizer.step()
+    with pytest.raises(ValueError, match=r"for w does not fit: it has no 'momentum_buffer'.* Start in a new optimizer"):
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert_same(param.detach(), torch.full((4,), 0.75, dtype=half))
+    late = halfstep.SGD([("w", param)], lr=0.25, momentum=0.5, backend=backend)
+    trained(late, param, [torch.ones(4), torch.ones(4)])
+    assert_same(late.float32_weight(param), torch.full((4,), 0.75 - 0.25 - 0.25 * 1.5))
+
+
 def test_sgds_signature_is_torchs() -> None:
     ours, theirs = (inspect.signature(cls).parameters for cls in (halfstep.SGD, torch.optim.SGD))
     assert [name for name in ours if name in theirs] == list(theirs)

@@ -150,7 +150,10 @@ def _take(saved: dict[str, Any], parts: Sequence[Part], param: Tensor, moment: M
         name = key(part, moment)
         tensor = saved.pop(name, None)
         if not isinstance(tensor, Tensor):
-            raise ValueError(f"it has no {name!r}; besides its step it has {', '.join(map(repr, saved)) or 'nothing'}")
+            found = ", ".join(map(repr, saved)) or "nothing"
+            raise ValueError(
+                f"it has no {name!r}; besides its step it has {found}. Start in a new optimizer without it"
+            )
         if tensor.shape != param.shape:
             raise ValueError(f"its {name!r} has shape {tuple(tensor.shape)}, the param {tuple(param.shape)}")
         if not _reads(part.dtype, tensor.dtype):

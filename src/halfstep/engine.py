@@ -215,7 +215,8 @@ class HalfOptimizer(torch.optim.Optimizer):
             if reason := checkpoint.mismatch(state, param, kept):
                 raise ValueError(
                     f"{name} cannot be stepped: {reason}. After changing an option, a device or a state by hand, call "
-                    "optimizer.load_state_dict(optimizer.state_dict()), which converts"
+                    "optimizer.load_state_dict(optimizer.state_dict()), which converts; a moment that was never kept "
+                    "starts in a new optimizer"
                 )
             slot.tensors = tuple(state[key] for key in kept)
         self._slots[param] = slot

@@ -13,12 +13,17 @@ def pulled(grad, weight, l2):
     return grad + select(pull == pull, pull, 0.0)
 
 
+def decoupled(group: Mapping[str, Any]) -> float:
+    r"""The factor $d = 1 - \eta\lambda$ on the weight."""
+    return 1 - float(group["lr"]) * float(group["weight_decay"])
+
+
 def decay_scalars(group: Mapping[str, Any], absolute: bool = False) -> tuple[float, float]:
     r"""The factor $d$ on the weight and the share $\lambda_2$ of it in the gradient.
 
-    Decoupled, $d = 1 - \eta\lambda$, or where ``absolute`` $1 - \lambda$, and $\lambda_2 = 0$; L2, $1$ and $\lambda$.
+    Decoupled, as above or where ``absolute`` $d = 1 - \lambda$, and $\lambda_2 = 0$; L2, $1$ and $\lambda$.
     """
     weight_decay = float(group["weight_decay"])
     if not group["decoupled_weight_decay"]:
         return 1.0, weight_decay
-    return 1 - (weight_decay if absolute else float(group["lr"]) * weight_decay), 0.0
+    return 1 - weight_decay if absolute else decoupled(group), 0.0

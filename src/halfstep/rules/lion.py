@@ -5,6 +5,7 @@ from typing import Any
 
 from halfstep.contracts import Moment, Rule
 from halfstep.primitives import select
+from halfstep.rules.decay import decoupled
 
 
 def lion(weight, grad, exp_avg, one_minus_beta1, one_minus_beta2, decay, lr):
@@ -20,8 +21,8 @@ def lion(weight, grad, exp_avg, one_minus_beta1, one_minus_beta2, decay, lr):
 
 def scalars(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
     r"""The scalars of any step: $1-\beta_1$, $1-\beta_2$, $d = 1 - \eta\lambda$, $\eta$."""
-    lr, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
-    return 1 - beta1, 1 - beta2, 1 - lr * float(group["weight_decay"]), lr
+    beta1, beta2 = map(float, group["betas"])
+    return 1 - beta1, 1 - beta2, decoupled(group), float(group["lr"])
 
 
 LION = Rule("lion", (Moment("exp_avg", signed=True),), lion, scalars)
