@@ -2,6 +2,7 @@
 
 import struct
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,7 +10,8 @@ from torch import Tensor
 
 import halfstep
 from halfstep import backends
-from halfstep.contracts import Format, Job, Moment, Plan, Rule
+from halfstep.backends.pieces import part_shape
+from halfstep.contracts import Counter, Format, Job, Moment, Plan, Rule
 from halfstep.engine import HalfOptimizer
 from halfstep.formats import FLOAT32, GRADS, MOMENTS, WEIGHTS
 
@@ -20,7 +22,12 @@ WEIGHT_FORMATS: dict[str, Format] = {"float32": FLOAT32} | {
     for name, formats in WEIGHTS.items()
     for dtype, format in formats.items()
 }
-MOMENT_FORMATS: dict[str, Format] = dict(MOMENTS)
+#: every format of a moment, one that serves both kinds once
+MOMENT_FORMATS: dict[str, Format] = {
+    name if formats.signed is formats.square else f"{name}-{kind}": format
+    for name, formats in MOMENTS.items()
+    for kind, format in zip(formats._fields, formats, strict=True)
+}
 #: hyperparameters for any rule's scalars, each rule taking what it needs: the public optimizers' defaults together, but
 #: for those at which a part of the arithmetic would stand still
 GROUP: dict[str, Any] = {}
@@ -81,17 +88,18 @@ def _observe(weight, grad, seen):
     return weight, weight
 
 
+COUNTER = Counter(1, 2, 3)
 ASSIGN = Rule("assign", (), _assign, lambda group, step: ())
 OBSERVE = Rule("observe", (Moment("seen", signed=True),), _observe, lambda group, step: ())
 
 
-def store(format: Format, values: Tensor, backend: str) -> list[Tensor]:
+def store(format: Format, values: Tensor, backend: str, counter: Counter = COUNTER) -> list[Tensor]:
     """What ``format`` keeps of float32 ``values`` on ``backend``, as its parts."""
     plan = Plan(ASSIGN, format, (), FLOAT32, CPU)
-    parts = [torch.empty(values.shape, dtype=part.dtype) for part in format.parts]
+    parts = [torch.empty(part_shape(part, values.shape), dtype=part.dtype) for part in format.parts]
     for part in parts:  # whatever is not written must show
         part.view(-1).view(torch.uint8).fill_(0xA5)
-    run(plan, [Job(parts[0], values, tuple(parts[1:]), (1.0,))], backend)
+    run(plan, [Job(parts[0], values, tuple(parts[1:]), (1.0,), counter)], backend)
     return parts
 
 
@@ -127,24 +135,25 @@ def job(plan: Plan, shape: tuple[int, ...], seed: int, step: int, *, wild: bool 
     for moment, format in zip(plan.rule.moments, plan.moments, strict=True):
         state += store(format, some(1e-5 if moment.square else 1e-3, moment.square), "eager")
     grad = some(10.0).to(plan.grad.parts[0].dtype)
-    return Job(param, grad, tuple(state), (0.37, *plan.rule.scalars(GROUP, step)))
+    return Job(param, grad, tuple(state), (0.37, *plan.rule.scalars(GROUP, step)), Counter(2**63 + 5, seed, step))
 
 
 def copy(job: Job) -> Job:
     """The same job on tensors of its own."""
-    return Job(job.param.clone(), job.grad, tuple(part.clone() for part in job.state), job.scalars)
+    return replace(job, param=job.param.clone(), state=tuple(part.clone() for part in job.state))
 
 
 def plans(rule: Rule) -> dict[str, Plan]:
-    """Every plan of ``rule``: each weight format, gradients of the param's dtype and of float32, each moment format."""
-    return {
-        f"{weight}-{str(grad).removeprefix('torch.')}-{moments}": Plan(
-            rule, format, (MOMENT_FORMATS[moments],) * len(rule.moments), GRADS[grad], CPU
-        )
-        for weight, format in WEIGHT_FORMATS.items()
-        for grad in sorted({format.parts[0].dtype, torch.float32}, key=str)
-        for moments in MOMENT_FORMATS
-    }
+    """The plans of ``rule``: every weight format with every moment format, and with gradients of either dtype."""
+    found = {}
+    for weight, format in WEIGHT_FORMATS.items():
+        own = format.parts[0].dtype
+        pairs = [(own, name) for name in (MOMENTS if rule.moments else ["float32"])]
+        for grad, moments in [*pairs, (torch.float32, "float32")]:
+            kept = tuple(MOMENTS[moments].of(moment) for moment in rule.moments)
+            name = f"{weight}-{str(grad).removeprefix('torch.')}-{moments}"
+            found[name] = Plan(rule, format, kept, GRADS[grad], CPU)
+    return found
 
 
 def allocations(function: Callable[[], object]) -> list[int]:

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep.formats import WEIGHTS
+from halfstep.checkpoint import decode, key
+from halfstep.formats import MOMENTS, WEIGHTS, moment_format
 from halfstep.rules.adam import ADAM
 from harness import assert_same
-from training import OPTIMIZERS, Snapshot, assert_alike, drive, make, members, params, through_file
+from training import OPTIMIZERS, SHAPES, Snapshot, assert_alike, drive, make, members, params, through_file
 
 PAIRS = [(a, b) for a in WEIGHTS for b in WEIGHTS if a != b]
 
@@ -22,9 +23,17 @@ def follow(target: Any, source: Any) -> None:
         param.data.copy_(other)
 
 
-def finest(half: torch.dtype) -> float:
-    """What a float16 remainder counts below 2**-14; a bfloat16 one holds every bit."""
-    return 2.0**-40 if half is torch.float16 else 0.0
+def room(weights: str, weight: Tensor, half: torch.dtype) -> Tensor:
+    """How far from a float32 weight a format may keep it: chance decides between the two neighbours that it holds."""
+    if weights == "master32":
+        return torch.zeros_like(weight)
+    # float16's split16 is exact from 2**-16 on and within 2**-40 below
+    if weights == "split16":
+        return torch.full_like(weight, 2.0**-40 if half is torch.float16 else 0.0)
+    least = -14 if half is torch.float16 else -126
+    exponent = (torch.frexp(weight.abs()).exponent - 1).clamp(min=least)
+    units = torch.finfo(half).eps * (2.0**-8 if weights == "split8" else 0.5 if weights == "rounded" else 1.0)
+    return units * 2.0**exponent
 
 
 @pytest.mark.parametrize(("old", "new"), PAIRS)
@@ -38,17 +47,74 @@ def test_p20_every_format_converts_to_every_other(old: str, new: str, half: torc
     for param, other in zip(members(target), members(source), strict=True):
         assert param.dtype is half
         held = WEIGHTS[new][half].parts[1:]
-        assert set(target.state[param]) == {"step", "exp_avg", "exp_avg_sq", *(part.name for part in held)}
+        stream = ["stream"] if {"split8", "stochastic"} & {old, new} else []
+        assert set(target.state[param]) == {"step", *stream, "exp_avg", "exp_avg_sq", *(part.name for part in held)}
         for key in ("exp_avg", "exp_avg_sq"):
             assert_same(target.state[param][key], source.state[other][key])
         weight, kept = source.float32_weight(other), target.float32_weight(param)
-        if held:
-            # float16's split16 is exact from 2**-16 on and within 2**-40 below
-            assert ((kept - weight).abs() <= finest(half)).all()
-        else:
+        assert ((kept - weight).abs() <= room(new, weight, half)).all()
+        if new == "rounded":
             assert_same(param.detach(), weight.to(half))
     drive(target, range(5, 7))
     target.load_state_dict(target.state_dict())  # and what was converted is a state of its own
+
+
+@pytest.mark.parametrize("name", [name for name, cls in OPTIMIZERS.items() if cls.rule.moments])
+@pytest.mark.parametrize(("old", "new"), [(a, b) for a in MOMENTS for b in MOMENTS if a != b])
+def test_p20_every_format_of_moments_converts_to_every_other(
+    name: str, old: str, new: str, half: torch.dtype, backend: str
+) -> None:
+    # large enough for blocks, with a short one at a row's end; transposed; and too small
+    def over(seed: int) -> list[nn.Parameter]:
+        first, second, third = params(half, [(40, 150), (64, 70), (9,)], seed)
+        return [first, nn.Parameter(second.detach().t()), third]
+
+    options = {"backend": backend, "weights": "split8", "momentum": 0.9}
+    source, target = make(name, over(0), moments=old, **options), make(name, over(1), moments=new, **options)
+    drive(source, range(5))
+    follow(target, source)
+    state = through_file(source.state_dict())
+    target.load_state_dict(state)
+    again = make(name, over(2), moments=new, **options)
+    follow(again, source)
+    again.load_state_dict(state)
+    assert_alike(again, target)  # chance comes from the state
+    rule = target._rule(target.param_groups[0])
+    for param, other in zip(members(target), members(source), strict=True):
+        assert target.state[param]["stream"] == source.state[other]["stream"]
+        assert_same(target.float32_weight(param), source.float32_weight(other))
+        for moment in rule.moments:
+            formats = [moment_format(each, moment, param.shape) for each in (old, new)]
+            was, now = (
+                decode(format, [optimizer.state[each][key(part, moment)] for part in format.parts])
+                for format, optimizer, each in zip(formats, (source, target), (other, param), strict=True)
+            )
+            assert was.count_nonzero() > was.numel() * 0.99
+            # bfloat16 has steps of 2**-7 at most; a signed code of 2**-3, and of a square's root 2**-4, so that it is
+            # off by (1 + 2**-4)**2 - 1; a value under 2**-14.8 of its block's largest becomes 0 or the least code
+            step = {"float32": 0.0, "bfloat16": 2.0**-7, "block8": (1 + 2.0**-4) ** 2 - 1}[formats[1].name]
+            small = was.abs() < was.abs().max() * 2.0 ** (-28 if moment.square else -14)
+            small &= formats[1].measure is not None
+            assert ((now - was).abs() <= step * was.abs())[~small].all()
+            assert small.sum() < was.numel() / 50
+    drive(target, range(5, 7))
+    target.load_state_dict(target.state_dict())
+
+
+def test_p20_what_the_new_format_holds_is_not_changed(half: torch.dtype, backend: str) -> None:
+    # block8 to float32 and back is the same codes, whatever chance says; likewise split8 through master32
+    first = make("AdamW", params(half, [(64, 100)]), weights="split8", moments="block8", backend=backend)
+    drive(first, range(3))
+    middle = make("AdamW", params(half, [(64, 100)]), weights="master32", moments="float32", backend=backend, seed=5)
+    back = make("AdamW", params(half, [(64, 100)]), weights="split8", moments="block8", backend=backend)
+    for target, source in ((middle, first), (back, middle)):
+        follow(target, source)
+        target.load_state_dict(through_file(source.state_dict()))
+    (was,), (now,) = members(first), members(back)
+    assert_same(was.detach(), now.detach())
+    for name, tensor in first.state[was].items():
+        if isinstance(tensor, Tensor):
+            assert_same(tensor, back.state[now][name])
 
 
 def test_p20_a_tie_is_converted_to_the_bit(half: torch.dtype, backend: str) -> None:
@@ -81,9 +147,14 @@ def test_p20_the_live_formats_win_and_the_hyperparameters_load(half: torch.dtype
     assert (group["lr"], group["betas"], group["weight_decay"], group["eps"]) == (0.5, (0.8, 0.9), 0.25, 1e-4)
 
 
+@pytest.mark.parametrize("moments", MOMENTS)
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_p20_no_dtype_and_no_bit_changes(weights: str, half: torch.dtype) -> None:
-    source, target = (make("AdamW", [*params(half), *params(torch.float32)], weights=weights) for _ in range(2))
+def test_p20_no_dtype_and_no_bit_changes(weights: str, moments: str, half: torch.dtype) -> None:
+    shapes = [*SHAPES, (70, 64)]
+    source, target = (
+        make("AdamW", [*params(half, shapes), *params(torch.float32, shapes)], weights=weights, moments=moments)
+        for _ in range(2)
+    )
     drive(source, range(3))
     follow(target, source)
     target.load_state_dict(through_file(source.state_dict()))
@@ -149,7 +220,8 @@ def test_p20_the_teaching_implementations_state_loads(name: str, weights: str, h
         assert "fp32_copy" not in kept
         assert_same(kept["exp_avg"], entry["exp_avg"])
         if WEIGHTS[weights][half].parts[1:]:
-            assert ((optimizer.float32_weight(param) - entry["fp32_copy"]).abs() <= finest(half)).all()
+            weight = entry["fp32_copy"]
+            assert ((optimizer.float32_weight(param) - weight).abs() <= room(weights, weight, half)).all()
     drive(optimizer, range(2))
 
 
@@ -162,7 +234,7 @@ def test_p20_a_format_set_by_hand_converts_through_the_state(half: torch.dtype, 
         drive(source, range(1))
     source.load_state_dict(source.state_dict())
     for param, weight in zip(members(source), kept, strict=True):
-        assert ((source.float32_weight(param) - weight).abs() <= finest(half)).all()
+        assert ((source.float32_weight(param) - weight).abs() <= room("split16", weight, half)).all()
     drive(source, range(1))
     assert "split16" in source.explain()
     # nor is a part dropped in silence
@@ -188,6 +260,14 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "the remainder's shape": (
         lambda s: entry(s).update(remainder=torch.zeros(9, dtype=torch.int16)),
         r"the state for c does not fit: its 'remainder' has shape \(9,\), the param \(\)",
+    ),
+    "a stream": (
+        lambda s: entry(s).update(stream=-1),
+        r"the state for c does not fit: its stream is -1, not the number of a stream of random bits",
+    ),
+    "a seed": (
+        lambda s: s["param_groups"][0].update(seed="x"),
+        r"group 0 of the loaded state does not fit: seed='x': must be an int",
     ),
     "a dtype": (
         with_float,

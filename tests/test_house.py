@@ -16,7 +16,7 @@ STOREYS = (
     ("primitives", "contracts"),
     ("rules", "formats"),
     ("backends",),
-    ("options", "tensors", "checkpoint", "engine"),
+    ("options", "tensors", "checkpoint", "report", "engine"),
     ("optimizers",),
     ("gradients", "scaler", "clipping"),
     ("monitor",),

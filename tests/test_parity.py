@@ -1,11 +1,12 @@
 """P10: every backend gives the same bits, for any value, cut and number of threads."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
-from halfstep.backends import BACKENDS, cpu, eager
+from halfstep.backends import BACKENDS, cpu, eager, loops
 from halfstep.contracts import Format, Job, Plan
 from halfstep.primitives import VOCABULARY
 from halfstep.rules import RULES
@@ -38,7 +39,7 @@ def test_p10_a_step_has_the_same_bits(plan: Plan, wild: bool, other: str) -> Non
     # sizes that no vector width divides; different step counts in one call
     jobs = [
         job(plan, shape, seed, step, wild=wild)
-        for seed, (shape, step) in enumerate([((5003,), 1), ((3, 7), 900), ((), 5)])
+        for seed, (shape, step) in enumerate([((5003,), 1), ((3, 7), 900), ((), 5), ((5, 3, 100), 2**24 + 1)])
     ]
     want, got = [copy(j) for j in jobs], [copy(j) for j in jobs]
     counts = run(plan, want, "eager"), run(plan, got, other)
@@ -62,30 +63,37 @@ def test_p10_a_format_has_the_same_bits(format: Format, other: str) -> None:
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_p10_cut_anywhere_the_bits_stay(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = job(plan, (997, 3), 5, 7, wild=True)
-    want = copy(whole)
-    run(plan, [want], "eager")
+    # rows shorter than a block, and rows whose last block is short
+    wholes = [job(plan, shape, 5, 7, wild=True) for shape in [(997, 3), (41, 2, 150)]]
+    wants = [copy(whole) for whole in wholes]
+    run(plan, wants, "eager")
 
-    def cut(backend: str) -> Job:
-        got = copy(whole)
-        rows = [0, 1, 400, 400, 997]
-        parts = [
-            Job(got.param[a:b], got.grad[a:b], tuple(s[a:b] for s in got.state), got.scalars)
-            for a, b in itertools.pairwise(rows)
-        ]
-        run(plan, parts, backend)
-        return got
+    def assert_cut_same(backend: str) -> None:
+        for whole, want in zip(wholes, wants, strict=True):
+            got, n = copy(whole), len(whole.param)
+            parts = [
+                Job(
+                    got.param[a:b],
+                    got.grad[a:b],
+                    tuple(s[a:b] for s in got.state),
+                    got.scalars,
+                    replace(got.counter, start=a * got.param[0].numel()),
+                )
+                for a, b in itertools.pairwise([0, 1, n // 3, n // 3, n])
+            ]
+            run(plan, parts, backend)
+            assert_jobs_same(want, got)
 
     for backend in BACKENDS:
-        assert_jobs_same(want, cut(backend))
-    monkeypatch.setattr(eager, "PIECE", 100)
+        assert_cut_same(backend)
+    monkeypatch.setattr(eager, "PIECE", 140)
     monkeypatch.setattr(cpu, "SPAN", 10)
     threads = torch.get_num_threads()
     try:
         for count in (1, 2, 5):
             torch.set_num_threads(count)
             for backend in BACKENDS:
-                assert_jobs_same(want, cut(backend))
+                assert_cut_same(backend)
     finally:
         torch.set_num_threads(threads)
 
@@ -93,26 +101,24 @@ def test_p10_cut_anywhere_the_bits_stay(plan: Plan, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_p10_strides_change_nothing(plan: Plan, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "STAGED", 64)
-    monkeypatch.setattr(eager, "PIECE", 64)
-    want = job(plan, (6, 5, 7), 3, 4)
-    got = copy(want)
-    strided = Job(
-        got.param.permute(2, 0, 1).contiguous().permute(1, 2, 0),
-        got.grad.permute(1, 2, 0).contiguous().permute(2, 0, 1),
-        got.state,
-        got.scalars,
-    )
-    assert not strided.param.is_contiguous()
-    run(plan, [want], "eager")
-    run(plan, [strided], backend)
-    assert_same(want.param, strided.param)
-    for a, b in zip(want.state, strided.state, strict=True):
-        assert_same(a, b)
+    monkeypatch.setattr(cpu, "STAGED", 140)
+    monkeypatch.setattr(eager, "PIECE", 140)
+    for shape in [(6, 5, 7), (3, 40, 7)]:
+        want = job(plan, shape, 3, 4)
+        got = copy(want)
+        strided = replace(
+            got,
+            param=got.param.permute(2, 0, 1).contiguous().permute(1, 2, 0),
+            grad=got.grad.permute(1, 2, 0).contiguous().permute(2, 0, 1),
+        )
+        assert not strided.param.is_contiguous()
+        run(plan, [want], "eager")
+        run(plan, [strided], backend)
+        assert_jobs_same(want, strided)
 
 
 def test_every_backend_binds_every_word() -> None:
-    assert set(VOCABULARY) == set(eager.WORDS) == set(cpu.WORDS)
+    assert set(VOCABULARY) == set(eager.WORDS) == set(loops.WORDS)
 
 
 def test_an_unbound_word_says_what_to_do() -> None:

@@ -37,6 +37,10 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "negative weight decay": ({"weight_decay": -0.1}, f"weight_decay=-0.1: {NUMBER}"),
     "beta of 1": ({"betas": (1.0, 0.999)}, "betas[0]=1.0: must be at least 0 and less than 1"),
     "negative beta": ({"betas": (0.9, -0.1)}, "betas[1]=-0.1: must be at least 0 and less than 1"),
+    "negative seed": ({"seed": -1}, "seed=-1: must be an int, at least 0 and less than 2**64"),
+    "a seed too large": ({"seed": 2**64}, f"seed={2**64}: must be an int, at least 0 and less than 2**64"),
+    "half a seed": ({"seed": 0.5}, "seed=0.5: must be an int, at least 0 and less than 2**64"),
+    "a truth for a seed": ({"seed": True}, "seed=True: must be an int, at least 0 and less than 2**64"),
     "nan beta": ({"betas": (0.9, math.nan)}, "betas[1]=nan: must be at least 0 and less than 1"),
     "beta of text": ({"betas": ("a", 0.9)}, "betas[0]='a': must be a number"),
     "one beta": ({"betas": (0.9,)}, "betas=(0.9,): must be two numbers, as in (0.9, 0.999)"),
@@ -245,24 +249,6 @@ def test_saturated_weights_are_counted_and_told_once(half: torch.dtype, backend:
     optimizer.step()
     assert optimizer.saturated() == {}
     assert "saturated" not in optimizer.explain()
-
-
-def test_explain_lists_each_kind_of_tensor_with_its_reason(half: torch.dtype, backend: str) -> None:
-    groups = [
-        {"params": [*params(half), *params(torch.float32, [(2, 2)])]},
-        {"params": params(half, [(5,)]), "weights": "rounded"},
-    ]
-    optimizer = make("AdamW", groups, backend=backend)
-    kind, runs = str(half).removeprefix("torch."), f"moments float32; backend {backend}: "
-    head, *lines = optimizer.explain().splitlines()
-    assert head == "AdamW"
-    assert lines[0].startswith(f"  group 0: 4 tensors, 47 {kind} params: rule adam; weights split16; {runs}")
-    own = "(weights='split16' is for 16-bit params)"
-    assert lines[1].startswith(f"  group 0: 1 tensors, 4 float32 params: rule adam; weights float32 {own}; {runs}")
-    assert lines[2].startswith(f"  group 1: 1 tensors, 5 {kind} params: rule adam; weights rounded; {runs}")
-    assert len(lines) == 3
-    drive(optimizer, range(1))
-    assert optimizer.explain().splitlines() == [head, *lines]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -29,9 +29,11 @@ PAIRS = [(weights, moments) for weights in WEIGHTS for moments in MOMENTS]
 class Run:
     """A model, its optimizer and its scaler, as a person writes them."""
 
-    def __init__(self, seed: int, half: torch.dtype, name: str, **options: Any) -> None:
-        torch.manual_seed(seed)
-        self.model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1)).to(half)
+    def __init__(self, start: int, half: torch.dtype, name: str, **options: Any) -> None:
+        torch.manual_seed(start)
+        # the layer in the middle is large enough for blocks
+        layers = nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 70), nn.Tanh(), nn.Linear(70, 1)
+        self.model = nn.Sequential(*layers).to(half)
         self.optimizer = make(name, self.model.parameters(), lr=1e-2, **options)
         self.scaler = halfstep.GradScaler("cpu", growth_interval=2, init_scale=2.0**13)
         self.half = half
@@ -65,12 +67,12 @@ class Run:
 def test_p19_six_and_six_steps_are_twelve(
     name: str, weights: str, moments: str, half: torch.dtype, backend: str
 ) -> None:
-    options = {"weights": weights, "moments": moments, "backend": backend}
+    options = {"weights": weights, "moments": moments, "backend": backend, "seed": 7}
     whole, first = Run(0, half, name, **options), Run(0, half, name, **options)
     whole.train(range(12))
     first.train(range(6))
     # other weights and a stepped optimizer: all must come from the file
-    second = Run(1, half, name, **options)
+    second = Run(1, half, name, **{**options, "seed": 8})
     second.load(through_file(first.state()))
     second.train(range(6, 12))
     assert_alike(second.optimizer, whole.optimizer)
@@ -78,10 +80,14 @@ def test_p19_six_and_six_steps_are_twelve(
     assert 6 < whole.optimizer.state[members(whole.optimizer)[0]]["step"] <= 10  # two at least were skipped
 
 
+@pytest.mark.parametrize(("weights", "moments"), [("split16", "float32"), ("split8", "block8")])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
-def test_p19_a_copy_goes_on_the_same(name: str, copied: Any, half: torch.dtype, backend: str) -> None:
-    whole = make(name, params(half), backend=backend)
+def test_p19_a_copy_goes_on_the_same(
+    name: str, copied: Any, weights: str, moments: str, half: torch.dtype, backend: str
+) -> None:
+    over = params(half, [(64, 65), (5,)])
+    whole = make(name, over, backend=backend, weights=weights, moments=moments, seed=3)
     drive(whole, range(3))
     twin = copied(whole)
     assert not set(members(twin)) & set(members(whole))

@@ -17,7 +17,7 @@ from halfstep import Adam, AdamW
 from harness import assert_same
 from training import OPTIMIZERS, assert_alike, drive, gradients, make, members, params
 
-OWN = ["weights", "moments", "backend"]
+OWN = ["weights", "moments", "backend", "seed"]
 
 
 @pytest.mark.parametrize("name", ["Adam", "AdamW"])
@@ -25,10 +25,10 @@ def test_p31_the_signature_is_torchs(name: str) -> None:
     ours = inspect.signature(getattr(halfstep, name)).parameters
     theirs = inspect.signature(getattr(torch.optim, name)).parameters
     assert [n for n in ours if n not in OWN] == list(theirs)
-    assert list(ours)[-3:] == OWN
+    assert list(ours)[-4:] == OWN
     for key, parameter in theirs.items():
         assert (ours[key].default, ours[key].kind) == (parameter.default, parameter.kind), key
-    assert [ours[key].default for key in OWN] == ["split16", "float32", "auto"]
+    assert [ours[key].default for key in OWN] == ["split16", "float32", "auto", 0]
     assert all(ours[key].kind is inspect.Parameter.KEYWORD_ONLY for key in OWN)
 
 

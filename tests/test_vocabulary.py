@@ -11,7 +11,7 @@ import torch
 import halfstep.formats
 import halfstep.rules
 from halfstep import primitives
-from halfstep.backends import cpu, eager
+from halfstep.backends import eager, loops
 from halfstep.formats.plain import load_bf16
 from halfstep.primitives import VOCABULARY, bind, bits, to_i32
 from halfstep.rules.adam import adam
@@ -124,7 +124,7 @@ def scaled(x):
 def test_float_constants_are_float32_to_every_backend() -> None:
     x = torch.randn(10_000)
     for function in (third, scaled):
-        compiled = cpu.bind(function)
+        compiled = loops.bind(function)
         got = torch.tensor([compiled(value) for value in x.numpy()])
         assert compiled(np.float32(1)).__class__ is float, "Numba hands a float32 back as a Python float"
         assert torch.equal(eager.bind(function)(x), got)
@@ -134,9 +134,9 @@ def test_float_constants_are_float32_to_every_backend() -> None:
 def test_to_i32_wraps_where_integers_are_wider() -> None:
     x = torch.randn(1_000)
     assert torch.equal(
-        eager.bind(wrapped)(x), torch.tensor([cpu.bind(wrapped)(v) for v in x.numpy()], dtype=torch.int32)
+        eager.bind(wrapped)(x), torch.tensor([loops.bind(wrapped)(v) for v in x.numpy()], dtype=torch.int32)
     )
-    assert any(cpu.bind(wide)(v) > 2**31 for v in x.numpy()), "without it this would not be tested"
+    assert any(loops.bind(wide)(v) > 2**31 for v in x.numpy()), "without it this would not be tested"
 
 
 def test_bind_leaves_the_function_itself_alone() -> None:
@@ -177,7 +177,7 @@ def test_a_square_root_is_correctly_rounded() -> None:
     # float64's root, rounded once more, is the correctly rounded float32 root (53 >= 2 * 24 + 2 bits)
     want = torch.from_numpy(np.sqrt(x.double().numpy()).astype(np.float32))
     assert torch.equal(eager.WORDS["sqrt"](x), want)
-    assert torch.equal(torch.tensor([cpu.WORDS["sqrt"](v) for v in x[:20_000].numpy()]), want[:20_000])
+    assert torch.equal(torch.tensor([loops.WORDS["sqrt"](v) for v in x[:20_000].numpy()]), want[:20_000])
 
 
 def test_bfloat16_reads_as_torch_reads_it() -> None:

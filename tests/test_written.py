@@ -58,7 +58,9 @@ def test_p22_a_written_param_wins(
     drive(optimizer, range(3))
     (param,) = members(optimizer)
     if "remainder" in optimizer.state[param]:
-        optimizer.state[param]["remainder"].fill_(stale)  # as bad as any that a store may have left
+        remainder = optimizer.state[param]["remainder"]
+        worst = torch.iinfo(remainder.dtype)
+        remainder.fill_(max(worst.min, min(stale, worst.max)))  # as bad as any that a store may have left
     before, weight_before = param.detach().clone(), optimizer.float32_weight(param)
     with torch.no_grad():
         write(param)

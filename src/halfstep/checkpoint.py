@@ -8,11 +8,14 @@ import torch
 from torch import Tensor
 
 from halfstep.backends.eager import convert
-from halfstep.contracts import Format, Moment, Part
+from halfstep.backends.pieces import part_shape
+from halfstep.contracts import Counter, Format, Moment, Part
 from halfstep.formats import FLOAT32, MOMENTS, PLAIN, WEIGHTS
 
 #: What a float32 part may be loaded from: torch keeps a 16-bit param's moments in 16 bits.
 WIDENS = (torch.float16, torch.bfloat16, torch.float64)
+#: The first use of random bits in a conversion, far from those of a step.
+_CONVERSION = 16
 #: How the teaching implementation's `AdamFP16` calls the float32 copy.
 _ALIASES = {"master": "fp32_copy"}
 
@@ -31,14 +34,18 @@ def decode(format: Format, parts: Sequence[Tensor]) -> Tensor:
     return convert(format, parts, FLOAT32)[0]
 
 
-def layout(weight: Format, moments: Sequence[tuple[Moment, Format]]) -> dict[str, torch.dtype]:
-    """Return the key and dtype of every part in a param's state, in the order in which a job carries them."""
-    kept = {key(part): part.dtype for part in weight.parts[1:]}
-    return kept | {key(part, moment): part.dtype for moment, format in moments for part in format.parts}
+def layout(
+    shape: Sequence[int], weight: Format, moments: Sequence[tuple[Moment, Format]]
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Return key, dtype and shape of every part in the state of a param, in the order in which a job carries them."""
+    parts = [(key(part), part) for part in weight.parts[1:]]
+    parts += [(key(part, moment), part) for moment, format in moments for part in format.parts]
+    return {name: (part.dtype, part_shape(part, shape)) for name, part in parts}
 
 
 def fresh(param: Tensor, weight: Format, moments: Sequence[tuple[Moment, Format]]) -> dict[str, Tensor]:
     """Return every part of a param's state before its first step: the weight is the param, the moments are zero."""
+    # every format keeps both exactly, so chance has no part in it
     state = _keyed(weight.parts[1:], convert(PLAIN[param.dtype], (param,), weight, skip=1))
     zeros = torch.zeros((), dtype=torch.float32, device=param.device).expand(param.shape)
     for moment, format in moments:
@@ -46,18 +53,22 @@ def fresh(param: Tensor, weight: Format, moments: Sequence[tuple[Moment, Format]
     return state
 
 
-def mismatch(state: Mapping[str, Any], param: Tensor, kept: Mapping[str, torch.dtype]) -> str | None:
+def mismatch(
+    state: Mapping[str, Any], param: Tensor, kept: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+) -> str | None:
     """Say how ``state`` differs from what ``kept`` asks for beside ``param``, or None when it fits."""
     if type(state.get("step")) is not int:
         return f"its step is {state.get('step')!r}, not an int"
-    for name, dtype in kept.items():
+    if type(state.get("stream", 0)) is not int:
+        return f"its stream is {state['stream']!r}, not an int"
+    for name, (dtype, shape) in kept.items():
         tensor = state.get(name)
         if not isinstance(tensor, Tensor):
             return f"its state has no {name!r}"
         if tensor.dtype is not dtype:
             return f"{name!r} in its state is {tensor.dtype}, not {dtype}"
-        if tensor.shape != param.shape:
-            return f"{name!r} in its state has shape {tuple(tensor.shape)}, the param {tuple(param.shape)}"
+        if tensor.shape != shape:
+            return f"{name!r} in its state has {_misfit(tensor, shape, param)}"
         if tensor.device != param.device:
             return f"{name!r} in its state is on {tensor.device}, the param on {param.device}"
         if not tensor.is_contiguous():
@@ -67,8 +78,20 @@ def mismatch(state: Mapping[str, Any], param: Tensor, kept: Mapping[str, torch.d
     return None
 
 
+def _misfit(tensor: Tensor, shape: tuple[int, ...], param: Tensor) -> str:
+    """Say that a part has not the ``shape`` that belongs to ``param``."""
+    if shape == param.shape:
+        return f"shape {tuple(tensor.shape)}, the param {shape}"
+    return f"shape {tuple(tensor.shape)}, not {shape}, which belongs to the param's {tuple(param.shape)}"
+
+
 def restore(
-    saved: Mapping[str, Any], param: Tensor, weight: Format, moments: Sequence[tuple[Moment, Format]]
+    saved: Mapping[str, Any],
+    param: Tensor,
+    weight: Format,
+    moments: Sequence[tuple[Moment, Format]],
+    seed: int,
+    stream: int,
 ) -> tuple[dict[str, Any], Tensor | None]:
     """Turn a param's saved state into one of the formats asked for, exactly where the format is the same.
 
@@ -78,10 +101,12 @@ def restore(
         param: the live param; nothing is written to it.
         weight: the format to keep its weight in.
         moments: the rule's moments and the format to keep each in.
+        seed: what random bits are drawn with, where one of these formats takes some.
+        stream: the param's number for them, unless ``saved`` has one.
 
     Returns:
         The state, contiguous copies on the param's device, and what the param has to become: None where it stays. It
-        changes only where the two formats round a tie differently.
+        changes only where the two formats round differently.
 
     Raises:
         ValueError: ``saved`` fits neither; the text says what differs.
@@ -91,13 +116,16 @@ def restore(
         if alias in saved:
             saved[name] = saved.pop(alias)
     state: dict[str, Any] = {"step": _step(saved.pop("step", None))}
-    written, parts = _weight(saved, param, weight)
+    if "stream" in saved or weight.random or any(format.random for _, format in moments):
+        state["stream"] = stream = _stream(saved.pop("stream", stream))
+    counter = Counter(seed, stream, state["step"])
+    written, parts = _weight(saved, param, weight, counter)
     state |= _keyed(weight.parts[1:], parts)
-    for moment, format in moments:
-        source = _source(saved, (format, *MOMENTS.values()), moment)
+    for use, (moment, format) in enumerate(moments, start=_CONVERSION + 1):
+        source = _source(saved, (format, *(formats.of(moment) for formats in MOMENTS.values())), moment)
         parts = _take(saved, source.parts if source else format.parts, param, moment)
         if source and source is not format:
-            parts = convert(source, parts, format)
+            parts = convert(source, parts, format, 0, counter, use)
         state |= _keyed(format.parts, parts, moment)
     # what others keep beside ours stays, as it is
     state |= {
@@ -107,7 +135,9 @@ def restore(
     return state, written
 
 
-def _weight(saved: dict[str, Any], param: Tensor, weight: Format) -> tuple[Tensor | None, Sequence[Tensor]]:
+def _weight(
+    saved: dict[str, Any], param: Tensor, weight: Format, counter: Counter
+) -> tuple[Tensor | None, Sequence[Tensor]]:
     """Return what the param has to become, or None where it stays, and the parts of the weight beside it."""
     held = sorted(_WEIGHT_KEYS.intersection(saved))
     source = _source(saved, (weight, *(formats[param.dtype] for formats in WEIGHTS.values() if param.dtype in formats)))
@@ -124,7 +154,7 @@ def _weight(saved: dict[str, Any], param: Tensor, weight: Format) -> tuple[Tenso
     parts = _take(saved, source.parts[1:], param)
     if source is weight:
         return None, parts
-    written, *parts = convert(source, (param, *parts), weight)
+    written, *parts = convert(source, (param, *parts), weight, 0, counter, _CONVERSION)
     return None if torch.equal(written.view(torch.int16), param.detach().view(torch.int16)) else written, parts
 
 
@@ -154,11 +184,12 @@ def _take(saved: dict[str, Any], parts: Sequence[Part], param: Tensor, moment: M
             raise ValueError(
                 f"it has no {name!r}; besides its step it has {found}. Start in a new optimizer without it"
             )
-        if tensor.shape != param.shape:
-            raise ValueError(f"its {name!r} has shape {tuple(tensor.shape)}, the param {tuple(param.shape)}")
+        shape = part_shape(part, param.shape)
+        if tensor.shape != shape:
+            raise ValueError(f"its {name!r} has {_misfit(tensor, shape, param)}")
         if not _reads(part.dtype, tensor.dtype):
             raise ValueError(f"its {name!r} is {tensor.dtype}, not {part.dtype}")
-        taken.append(torch.empty(param.shape, dtype=part.dtype, device=param.device).copy_(tensor.detach()))
+        taken.append(torch.empty(shape, dtype=part.dtype, device=param.device).copy_(tensor.detach()))
     return taken
 
 
@@ -170,6 +201,12 @@ def _step(step: Any) -> int:
     except (TypeError, ValueError, RuntimeError, OverflowError):
         pass
     raise ValueError(f"its step is {step!r}, not a count of steps")
+
+
+def _stream(stream: Any) -> int:
+    if type(stream) is int and 0 <= stream < 2**31:
+        return stream
+    raise ValueError(f"its stream is {stream!r}, not the number of a stream of random bits")
 
 
 def _keyed(parts: Sequence[Part], tensors: Sequence[Tensor], moment: Moment | None = None) -> dict[str, Tensor]:

@@ -4,12 +4,16 @@ A *rule* says WHAT is computed in float32, a *format* HOW a float32 value is kep
 both. A *plan* is one choice of the three that many tensors share, so that one call can step them all.
 """
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+BLOCK = 128
+"""How many neighbours within a row, all that stands behind dim 0, share one entry of a shared part."""
 
 
 @dataclass(frozen=True)
@@ -48,28 +52,38 @@ class Rule:
 
 @dataclass(frozen=True)
 class Part:
-    """One stored tensor of a format. ``load`` and ``store`` see float32 parts as float32, others as bits in int32.
+    """One stored tensor of a format, shaped like the param, or ``(shape[0], blocks in a row)`` where it is shared.
+
+    ``load`` and ``store`` see float32 parts as float32, others as integers: a float's bits in int32, an integer itself.
 
     Args:
         name: its key in the optimizer's state; behind a moment's name and an underscore where that is not empty.
         dtype: of the stored tensor.
+        shared: it has one entry for each block of a row.
     """
 
     name: str
     dtype: torch.dtype
+    shared: bool = False
 
 
 @dataclass(frozen=True)
 class Format:
     """How one float32 value is kept. A weight's first part is the param itself.
 
+    Where neighbours share a part, `measure` says of each value what matters, and the largest of it in a block decides.
+
     Args:
         name: how messages call it.
-        parts: what is stored.
+        parts: what is stored; one that is shared comes last.
         load: ``load(*parts) -> value``.
-        store: ``store(value) -> (*parts,)``.
+        store: ``store(value) -> (*parts,)``; with a shared part ``store(measured, largest)``, whose last result must
+            follow from ``largest`` alone.
         saturates: ``saturates(value) -> bool``, an event that backends count: the value lies past the largest that the
             param can hold and is kept there; None where that cannot be.
+        measure: ``measure(value) -> int``, not negative; only with a shared part. The largest of a block is its
+            ``largest``.
+        random: ``store``, or ``measure`` where there is one, takes 16 random bits, an integer, behind the value.
     """
 
     name: str
@@ -77,6 +91,8 @@ class Format:
     load: Callable[..., Any]
     store: Callable[..., tuple[Any, ...]]
     saturates: Callable[[Any], Any] | None = None
+    measure: Callable[..., Any] | None = None
+    random: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,6 +113,38 @@ class Plan:
     grad: Format
     device: torch.device
 
+    @property
+    def formats(self) -> tuple[Format, ...]:
+        """The formats of all that is kept: the weight's, then each moment's."""
+        return (self.weight, *self.moments)
+
+    @property
+    def uses(self) -> tuple[int | None, ...]:
+        """For each of `formats` the number of its stream of random bits, or None where it takes none."""
+        numbers = itertools.count()
+        return tuple(next(numbers) if format.random else None for format in self.formats)
+
+
+@dataclass(frozen=True, slots=True)
+class Counter:
+    """Where a tensor's random bits come from: from these numbers and each element's place, and from nothing else.
+
+    Args:
+        seed: the run's, 64 bits.
+        stream: the tensor's own number.
+        step: the number of this step.
+        start: the place of the first element in the whole tensor, where this is a part of it cut along dim 0.
+    """
+
+    seed: int = 0
+    stream: int = 0
+    step: int = 0
+    start: int = 0
+
+
+NOWHERE = Counter()
+"""The counter of what takes no random bits."""
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -108,12 +156,14 @@ class Job:
         state: the other parts of the weight, then each moment's parts; contiguous, in the param's logical row-major
             order.
         scalars: the factor on the gradient, then the rule's scalars.
+        counter: where its random bits come from, where a format takes some.
     """
 
     param: Tensor
     grad: Tensor
     state: tuple[Tensor, ...]
     scalars: tuple[float, ...]
+    counter: Counter = NOWHERE
 
 
 Kernel = Callable[[Sequence[Job]], Sequence[Tensor | int]]

@@ -1,7 +1,6 @@
 """HalfOptimizer: from param groups to plans, and from plans to the backend that steps them."""
 
-import sys
-import warnings
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,10 +10,10 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from halfstep import backends, checkpoint
-from halfstep.contracts import Format, Job, Kernel, Plan, Rule
-from halfstep.formats import GRADS, MOMENTS, PLAIN, weight_format
-from halfstep.options import LIVE, TORCHS, checked, formats, refuse
+from halfstep import backends, checkpoint, report
+from halfstep.contracts import Counter, Format, Job, Kernel, Plan, Rule
+from halfstep.formats import GRADS, PLAIN, moment_format, weight_format
+from halfstep.options import LIVE, TORCHS, checked, choices, refuse
 from halfstep.tensors import Turns, check_alike, check_grad, check_param, named
 
 _LARGEST = torch.finfo(torch.float32).max
@@ -25,21 +24,23 @@ class _Slot:
     """What stays the same from step to step for one param."""
 
     name: str
-    options: tuple[str, ...]
+    options: tuple[Any, ...]
     dtype: torch.dtype
     device: torch.device
     shape: torch.Size
     rule: Rule
     weight: Format
     moments: tuple[Format, ...]
-    kept: Mapping[str, torch.dtype]
+    kept: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    #: whether one of the formats takes random bits
+    random: bool
     tensors: tuple[Tensor, ...] = ()
     kernels: dict[torch.dtype, Kernel] = field(default_factory=dict)
 
     def holds(self, state: Mapping[str, Any]) -> bool:
         """Whether ``state`` is the one that was checked."""
         same = all(state.get(key) is tensor for key, tensor in zip(self.kept, self.tensors, strict=True))
-        return same and type(state.get("step")) is int
+        return same and type(state.get("step")) is int and ("stream" in state or not self.random)
 
 
 class _Due(NamedTuple):
@@ -50,6 +51,8 @@ class _Due(NamedTuple):
     grad: Tensor
     step: int
     scalars: tuple[float, ...]
+    place: int
+    seed: int
 
 
 class HalfOptimizer(torch.optim.Optimizer):
@@ -69,7 +72,7 @@ class HalfOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._forget()
-        super().__init__(params, checked({**TORCHS, **defaults}))
+        super().__init__(params, checked({**TORCHS, "seed": 0, **defaults}))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._forget()
@@ -115,7 +118,8 @@ class HalfOptimizer(torch.optim.Optimizer):
     def _formats(self, group: Mapping[str, Any], param: Tensor) -> tuple[Rule, Format, tuple[Format, ...]]:
         """Return a param's rule, and the formats of its weight and of its moments."""
         rule = self._rule(group)
-        return rule, weight_format(group["weights"], param.dtype), (MOMENTS[group["moments"]],) * len(rule.moments)
+        moments = tuple(moment_format(group["moments"], moment, param.shape) for moment in rule.moments)
+        return rule, weight_format(group["weights"], param.dtype), moments
 
     # ------------------------------------------------------------------ the step
 
@@ -152,10 +156,10 @@ class HalfOptimizer(torch.optim.Optimizer):
     def _gather(self) -> dict[tuple[Kernel, int], list[_Due]]:
         """Check every tensor of this step and put together those that one kernel steps in one turn."""
         batches: defaultdict[tuple[Kernel, int], list[_Due]] = defaultdict(list)
-        turns, stepped = Turns(), set()
+        turns, stepped, places = Turns(), set(), itertools.count()
         for index, group in enumerate(self.param_groups):
             scalars: dict[int, tuple[float, ...]] = {}
-            for name, param in named(group, index):
+            for (name, param), place in zip(named(group, index), places, strict=False):
                 grad = param.grad
                 if grad is None or param in stepped:
                     continue
@@ -170,7 +174,7 @@ class HalfOptimizer(torch.optim.Optimizer):
                 step = state["step"] + 1 if state else 1
                 if step not in scalars:
                     scalars[step] = self._scalars(index, group, step)
-                due = _Due(slot, param, grad, step, scalars[step])
+                due = _Due(slot, param, grad, step, scalars[step], place, group["seed"])
                 batches[slot.kernels[grad.dtype], turns.take(param)].append(due)
         return batches
 
@@ -189,7 +193,7 @@ class HalfOptimizer(torch.optim.Optimizer):
     def _slot(self, group: dict[str, Any], name: str, param: Tensor) -> _Slot:
         """Return what is known of ``param``, checked against what it is now."""
         slot, state = self._slots.get(param), self.state.get(param)
-        options = (group["weights"], group["moments"], group["backend"])
+        options = self._options(group)
         if (
             slot
             and slot.dtype is param.dtype
@@ -206,11 +210,12 @@ class HalfOptimizer(torch.optim.Optimizer):
                 "make its optimizer after, or take the weights over by optimizer.float32_weight(param)"
             )
         check_param(name, param)
-        group.update(formats(group))
-        options = (group["weights"], group["moments"], group["backend"])
+        group.update(choices(group))
+        options = self._options(group)
         rule, weight, moments = self._formats(group, param)
-        kept = checkpoint.layout(weight, list(zip(rule.moments, moments, strict=True)))
-        slot = _Slot(name, options, param.dtype, param.device, param.shape, rule, weight, moments, kept)
+        kept = checkpoint.layout(param.shape, weight, list(zip(rule.moments, moments, strict=True)))
+        random = any(format.random for format in (weight, *moments))
+        slot = _Slot(name, options, param.dtype, param.device, param.shape, rule, weight, moments, kept, random)
         if state:
             if reason := checkpoint.mismatch(state, param, kept):
                 raise ValueError(
@@ -222,6 +227,11 @@ class HalfOptimizer(torch.optim.Optimizer):
         self._slots[param] = slot
         return slot
 
+    @staticmethod
+    def _options(group: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Return what a group's options say of how its params are stepped."""
+        return tuple(group[name] for name in ("weights", "moments", "backend", "seed"))
+
     def _plan(self, slot: _Slot, grad: torch.dtype) -> Plan:
         return Plan(slot.rule, slot.weight, slot.moments, GRADS[grad], slot.device)
 
@@ -229,9 +239,13 @@ class HalfOptimizer(torch.optim.Optimizer):
         slot, param = due.slot, due.param
         if not self.state.get(param):
             moments = list(zip(slot.rule.moments, slot.moments, strict=True))
-            self.state[param] = {"step": 0, **checkpoint.fresh(param, slot.weight, moments)}
+            stream = {"stream": due.place} if slot.random else {}
+            self.state[param] = {"step": 0, **stream, **checkpoint.fresh(param, slot.weight, moments)}
             slot.tensors = tuple(self.state[param][key] for key in slot.kept)
-        return Job(param, due.grad, slot.tensors, due.scalars)
+        if not slot.random:
+            return Job(param, due.grad, slot.tensors, due.scalars)
+        stream = self.state[param].setdefault("stream", due.place)
+        return Job(param, due.grad, slot.tensors, due.scalars, Counter(due.seed, stream, due.step))
 
     def _note(self, due: _Due, count: int | Tensor) -> None:
         """Keep a param's count of saturated weights; warn of the first, where that costs no wait for a device."""
@@ -243,13 +257,7 @@ class HalfOptimizer(torch.optim.Optimizer):
         self._saturated[name] = count
         if isinstance(count, int) and param not in self._warned:
             self._warned.add(param)
-            warnings.warn(
-                f"{name}: {count} of {param.numel()} weights went past {torch.finfo(param.dtype).max:g}, the largest "
-                f"{param.dtype}, and stay there until their gradients turn. Lower lr, raise weight_decay, or keep "
-                "this param in a wider dtype. Further ones are counted by optimizer.saturated()",
-                RuntimeWarning,
-                stacklevel=_levels_to_the_caller(),
-            )
+            report.warn_of_saturation(name, param, count)
 
     # ------------------------------------------------------------------ what a person asks
 
@@ -283,27 +291,35 @@ class HalfOptimizer(torch.optim.Optimizer):
         counts = {name: int(count) for name, count in self._saturated.items()}
         return {name: count for name, count in counts.items() if count}
 
+    def memory(self) -> dict[str, int]:
+        """Return the bytes of all that is held once every param was stepped, by what they are for.
+
+        ``"param"``: the params; ``"grad"``: a gradient for each, where there is none now one of the param's dtype;
+        ``"weight"``: what is kept of the weights beside the params; ``"moments"``; and ``"total"``.
+        """
+        return report.memory(self._lines())
+
     def explain(self) -> str:
-        """Return, for each group of tensors, its formats and backend, and why it did not get what was asked."""
-        sizes: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
+        """Return a table: for each group of like tensors its rule, formats, backend and bytes, as `memory` counts them.
+
+        Below it stands who runs what, why a tensor did not get what was asked, and what saturated in the last step.
+        """
+        saturated = [
+            f"saturated in the last step: {count} weights of {name}" for name, count in self.saturated().items()
+        ]
+        return "\n  ".join([type(self).__name__, *report.table(self._lines()), *saturated])
+
+    def _lines(self) -> list[report.Line]:
+        """What there is to tell of each param."""
+        lines: dict[Tensor, report.Line] = {}
         for index, group, name, param in self._named():
             slot = self._slot(group, name, param)
             plan = self._plan(slot, param.dtype)
             backend, reason = backends.choose(plan, group["backend"])
-            own = (
-                "" if slot.weight.name == group["weights"] else f" (weights={group['weights']!r} is for 16-bit params)"
-            )
-            text = (
-                f"{str(slot.dtype).removeprefix('torch.')} params: rule {slot.rule.name}; "
-                f"weights {slot.weight.name}{own}; "
-                f"moments {', '.join(dict.fromkeys(format.name for format in slot.moments)) or 'none'}; "
-                f"backend {backend.name}: {backend.describe(plan)}{f' ({reason})' if reason else ''}"
-            )
-            sizes[index, text].append(param.numel())
-        lines = [type(self).__name__]
-        lines += [f"group {k}: {len(ns)} tensors, {sum(ns):,} {text}" for (k, text), ns in sizes.items()]
-        lines += [f"saturated in the last step: {count} weights of {name}" for name, count in self.saturated().items()]
-        return "\n  ".join(lines)
+            runs = f"{backend.name}: {backend.describe(plan)}{f' ({reason})' if reason else ''}"
+            line = report.Line(index, group, param, slot.rule, slot.weight, slot.moments, backend.name, runs)
+            lines.setdefault(param, line)
+        return list(lines.values())
 
     # ------------------------------------------------------------------ state
 
@@ -346,6 +362,7 @@ class HalfOptimizer(torch.optim.Optimizer):
     def _restore(self, state_dict: dict[str, Any], restored: dict[Tensor, Any]) -> dict[Any, Any]:
         """Convert what ``state_dict`` holds for our params into ``restored``; return what it holds beside."""
         others, groups = dict(state_dict["state"]), state_dict["param_groups"]
+        places = itertools.count()
         sizes, own = ([len(group["params"]) for group in each] for each in (groups, self.param_groups))
         if sizes != own:
             raise ValueError(
@@ -355,24 +372,17 @@ class HalfOptimizer(torch.optim.Optimizer):
         for index, (saved_group, group) in enumerate(zip(groups, self.param_groups, strict=True)):
             try:
                 refuse({"amsgrad": saved_group.get("amsgrad")})
+                seed = choices({**group, "seed": saved_group.get("seed", self.defaults["seed"])})["seed"]
             except ValueError as error:
                 raise ValueError(f"group {index} of the loaded state does not fit: {error}") from None
-            for number, (name, param) in zip(saved_group["params"], named(group, index), strict=True):
+            for number, (name, param), place in zip(saved_group["params"], named(group, index), places, strict=False):
                 saved = others.pop(number, None)
                 if not saved:
                     continue
                 rule, weight, moments = self._formats(group, param)
                 pairs = list(zip(rule.moments, moments, strict=True))
                 try:
-                    restored[param] = checkpoint.restore(saved, param, weight, pairs)
+                    restored[param] = checkpoint.restore(saved, param, weight, pairs, seed, place)
                 except ValueError as error:
                     raise ValueError(f"the state for {name} does not fit: {error}") from None
         return others
-
-
-def _levels_to_the_caller() -> int:
-    """How far up lies the first frame that is neither ours nor torch's, counted as a warning of the caller's counts."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("halfstep", "torch"):
-        level, frame = level + 1, frame.f_back
-    return level

@@ -25,10 +25,12 @@ class Adam(HalfOptimizer):
         params: float16, bfloat16 or float32 params, named pairs, or group dicts; any shape, device and strides.
         lr, betas, eps, weight_decay, maximize, decoupled_weight_decay: as in torch; ``lr`` may be a tensor.
         amsgrad, foreach, capturable, differentiable, fused: accepted at None or False.
-        weights: how a 16-bit param's float32 weight is kept: "split16" (2 bytes more), "master32" (4), "rounded" (0,
-            updates under half an ulp are lost).
-        moments: how the averages are kept: "float32" (8 bytes) or `torch.float32`.
+        weights: how a 16-bit param's float32 weight is kept: "split16" (2 bytes more), "split8" (1), "master32" (4),
+            "stochastic" (0, exact in the mean) or "rounded" (0, updates under half an ulp are lost).
+        moments: how the averages are kept: "float32" (8 bytes), "bfloat16" (4) or "block8" (2.02; float32 in tensors
+            of fewer than 2 dimensions, 4,096 elements or 64 in a row), or a `torch.dtype`.
         backend: "auto", or by name "cpu" or "eager".
+        seed: of the random bits that "split8", "stochastic", "bfloat16" and "block8" round with.
 
     Raises:
         ValueError, TypeError: an argument or a param is none of these.
@@ -57,12 +59,13 @@ class Adam(HalfOptimizer):
         weights: str = "split16",
         moments: str | torch.dtype = "float32",
         backend: str = "auto",
+        seed: int = 0,
     ) -> None:
         rates = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         form = {"decoupled_weight_decay": decoupled_weight_decay, "absolute_weight_decay": False}
         unused = {"amsgrad": amsgrad, "foreach": foreach, "fused": fused}
         unused |= {"capturable": capturable, "differentiable": differentiable}
-        kept = {"weights": weights, "moments": moments, "backend": backend}
+        kept = {"weights": weights, "moments": moments, "backend": backend, "seed": seed}
         super().__init__(params, {**rates, **form, "optimized_update": False, **unused, **kept})
 
 
@@ -89,9 +92,10 @@ class AdamW(Adam):
         weights: str = "split16",
         moments: str | torch.dtype = "float32",
         backend: str = "auto",
+        seed: int = 0,
     ) -> None:
         unused = {"foreach": foreach, "capturable": capturable, "differentiable": differentiable, "fused": fused}
-        kept = {"weights": weights, "moments": moments, "backend": backend}
+        kept = {"weights": weights, "moments": moments, "backend": backend, "seed": seed}
         super().__init__(
             params,
             lr,
@@ -113,7 +117,7 @@ class Lion(HalfOptimizer):
     $m_t = \beta_2 m_{t-1} + (1-\beta_2)\, g_t$; one moment, so 4 bytes a parameter less than `AdamW`.
 
     Args:
-        params, weights, moments, backend: as `Adam` takes them.
+        params, weights, moments, backend, seed: as `Adam` takes them.
         lr: $\eta$; a third to a tenth of what Adam takes, since every weight moves by all of it.
         betas, weight_decay, maximize: $(\beta_1, \beta_2)$, $\lambda$, and whether to climb.
 
@@ -140,9 +144,11 @@ class Lion(HalfOptimizer):
         weights: str = "split16",
         moments: str | torch.dtype = "float32",
         backend: str = "auto",
+        seed: int = 0,
     ) -> None:
         rates = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, {**rates, "weights": weights, "moments": moments, "backend": backend})
+        kept = {"weights": weights, "moments": moments, "backend": backend, "seed": seed}
+        super().__init__(params, {**rates, **kept})
 
 
 class SGD(HalfOptimizer):
@@ -152,7 +158,7 @@ class SGD(HalfOptimizer):
     ``nesterov`` $- \eta\,(g_t + \mu\, b_t)$. Without momentum nothing is kept but the weight.
 
     Args:
-        params, weights, moments, backend: as `Adam` takes them.
+        params, weights, moments, backend, seed: as `Adam` takes them.
         lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch.
         foreach, differentiable, fused: accepted at None or False.
         decoupled_weight_decay: decay the weight by $\eta\lambda$ of itself rather than add $\lambda\theta$ to $g$.
@@ -183,11 +189,12 @@ class SGD(HalfOptimizer):
         weights: str = "split16",
         moments: str | torch.dtype = "float32",
         backend: str = "auto",
+        seed: int = 0,
     ) -> None:
         rates = {"lr": lr, "momentum": momentum, "dampening": dampening, "nesterov": nesterov, "maximize": maximize}
         decay = {"weight_decay": weight_decay, "decoupled_weight_decay": decoupled_weight_decay}
         unused = {"foreach": foreach, "differentiable": differentiable, "fused": fused}
-        kept = {"weights": weights, "moments": moments, "backend": backend}
+        kept = {"weights": weights, "moments": moments, "backend": backend, "seed": seed}
         super().__init__(params, {**rates, **decay, **unused, **kept})
 
     def _rule(self, group: Mapping[str, Any]) -> Rule:
@@ -263,7 +270,7 @@ class AdamFP16(HalfOptimizer):
                 f"weight_decay={type(weight_decay).__name__}(...) defines __call__, which is not run: the step is "
                 "compiled. Choose among WeightDecay's own three forms, or write a rule (halfstep.rules)"
             )
-        kept = {"weights": "master32", "moments": "float32", "backend": "auto", "maximize": False}
+        kept = {"weights": "master32", "moments": "float32", "backend": "auto", "seed": 0, "maximize": False}
         rates = {"lr": lr, "betas": betas, "eps": eps, "optimized_update": optimized_update}
         super().__init__(params, {**kept, **(defaults or {}), **rates, **weight_decay.defaults()})
 

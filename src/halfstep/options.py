@@ -31,7 +31,7 @@ def checked(group: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: an option has a value that is not allowed.
     """
     refuse(group)
-    kept = {**group, **formats(group)}
+    kept = {**group, **choices(group)}
     for name in ("lr", "eps", "weight_decay", "momentum"):
         if name in group:
             number = _number(name, group[name])
@@ -51,15 +51,17 @@ def checked(group: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def formats(group: Mapping[str, Any]) -> dict[str, str]:
-    """Return a group's ``weights``, ``moments`` and ``backend`` by their names; raise where one has no meaning."""
+def choices(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a group's formats and backend by their names, and its seed; raise where one has no meaning."""
     kept = {name: group[name] for name in ("weights", "moments", "backend")}
     if isinstance(kept["moments"], torch.dtype):
         kept["moments"] = str(kept["moments"]).removeprefix("torch.")
     for (name, value), allowed in zip(kept.items(), (WEIGHTS, MOMENTS, ("auto", *backends.BACKENDS)), strict=True):
         if not isinstance(value, str) or value not in allowed:
             raise ValueError(f"{name}={group[name]!r}: must be one of {', '.join(map(repr, allowed))}")
-    return kept
+    if type(group["seed"]) is not int or not 0 <= group["seed"] < 2**64:
+        raise ValueError(f"seed={group['seed']!r}: must be an int, at least 0 and less than 2**64")
+    return {**kept, "seed": group["seed"]}
 
 
 def refuse(group: Mapping[str, Any]) -> None:

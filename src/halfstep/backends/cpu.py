@@ -1,142 +1,26 @@
 """Numba: the same functions compiled by LLVM, one pass over memory, on torch's number of threads."""
 
 import functools
-import math
 import os
 import platform
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Any, TypeAlias
+from typing import NamedTuple
 
-import numba
 import numpy as np
 import torch
 from llvmlite import binding as llvm
-from llvmlite import ir
-from numba import carray, config, types  # pyright: ignore[reportPrivateImportUsage]
-from numba.extending import intrinsic
+from numba import config
 from torch import Tensor
 
-from halfstep import primitives
-from halfstep.backends.pieces import pieces
-from halfstep.contracts import Backend, Job, Kernel, Plan
+from halfstep.backends.loops import compile_plan
+from halfstep.backends.pieces import Rows, put_back, rows, spans, taken
+from halfstep.contracts import BLOCK, Backend, Job, Kernel, Plan
 
 #: Elements of a tensor with other strides that are copied, stepped and written back at a time: 4 MiB a buffer.
 STAGED = 2**20
 #: Below this many elements a second thread costs more than it saves.
 SPAN = 2**14
-
-_jit = functools.partial(numba.njit, nogil=True, error_model="numpy")  # no fastmath: nothing contracts into an FMA
-
-
-def _intrinsic(result: types.Type, argument: types.Type, code: Callable[[Any, Any], Any]) -> Any:
-    """A function of one value, given as LLVM instructions: ``code(builder, value)``."""
-
-    def typed(context, value):
-        return result(argument), lambda _context, builder, _signature, values: code(builder, values[0])
-
-    return intrinsic(typed)
-
-
-_I16, _I32, _HALF, _FLOAT = ir.IntType(16), ir.IntType(32), ir.HalfType(), ir.FloatType()
-_bits = _intrinsic(types.int32, types.float32, lambda b, x: b.bitcast(x, _I32))
-_float = _intrinsic(types.float32, types.int32, lambda b, x: b.bitcast(x, _FLOAT))
-_widen = _intrinsic(types.float32, types.int32, lambda b, x: b.fpext(b.bitcast(b.trunc(x, _I16), _HALF), _FLOAT))
-_narrow = _intrinsic(types.int32, types.float32, lambda b, x: b.sext(b.bitcast(b.fptrunc(x, _HALF), _I16), _I32))
-_pointer = _intrinsic(types.voidptr, types.int64, lambda b, x: b.inttoptr(x, ir.IntType(8).as_pointer()))
-
-WORDS: dict[str, Callable[..., Any]] = {
-    "sqrt": _jit(lambda x: math.sqrt(x)),
-    "div": _jit(lambda a, b: a / b),
-    "bits": _bits,
-    "from_bits": _jit(lambda b: _float(np.int32(b))),
-    "to_i32": _jit(lambda b: np.int32(b)),
-    "to_f32": _jit(lambda b: np.float32(b)),
-    "select": _jit(lambda condition, a, b: a if condition else b),
-    "widen_f16": _jit(lambda half: _widen(np.int32(half))),
-    "narrow_f16": _narrow,
-}
-
-
-@functools.cache
-def bind(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` over scalars, as machine code."""
-    return primitives.bind(function, WORDS, _jit, constant=lambda number: number)
-
-
-# The stored parts of a plan differ in number, so its loop is written out from this text: an element's parts are read,
-# passed through load, update and store, and written back. `kernel` slices and `loop` counts from 0, because with
-# offsets inside the loop LLVM does not vectorise it, and with a 64-bit count it takes 2 elements at a time, not 8.
-_SOURCE = """
-def loop({arrays}, {scalars}):
-    saturated = int32(0)
-    for i in range(p0.size):
-        {body}
-    return saturated
-
-
-def kernel(addresses, offsets, scalars, tensor, begin, end, saturated):
-    while begin < end:
-        stop = min(end, offsets[tensor + 1], begin + 2**30)
-        first, size = begin - offsets[tensor], stop - begin
-        saturated[tensor] += loop({slices}, {constants})
-        begin = stop
-        if begin == offsets[tensor + 1]:
-            tensor += 1
-"""
-
-_NUMBERS = {1: np.int8, 2: np.int16, 4: np.int32}
-
-
-def _number(dtype: torch.dtype) -> type[np.number]:
-    """The numpy type through which a part's memory is seen."""
-    return np.float32 if dtype is torch.float32 else _NUMBERS[dtype.itemsize]
-
-
-def _kernel(plan: Plan) -> Callable[..., None]:
-    """Compile the loop of ``plan`` over tables of addresses: the param, its state's parts and the gradient."""
-    formats = (plan.weight, *plan.moments)
-    numbers = [_number(part.dtype) for format in (*formats, plan.grad) for part in format.parts]
-    reads = [f"p{k}[i]" if number is np.float32 else f"int32(p{k}[i])" for k, number in enumerate(numbers)]
-    # the rule's scalars are the arguments of its update that are nothing else; the gradient's factor comes before them
-    constants = [f"c{k}" for k in range(1 + plan.rule.update.__code__.co_argcount - 2 - len(plan.moments))]
-    values = [f"v{k}" for k in range(len(formats))]
-    names: dict[str, Any] = {"pointer": _pointer, "carray": carray, "int32": np.int32}
-    names |= {number.__name__: number for number in numbers}
-    names |= {"load_grad": bind(plan.grad.load), "update": bind(plan.rule.update)}
-
-    loads, stores, first = [], [], 0
-    for k, format in enumerate(formats):
-        names[f"load{k}"], names[f"store{k}"] = bind(format.load), bind(format.store)
-        parts = range(first, first + len(format.parts))
-        first = parts.stop
-        loads.append(f"v{k} = load{k}({', '.join(reads[p] for p in parts)})")
-        stores.append(f"{' '.join(f's{p},' for p in parts)} = store{k}(v{k})")
-        stores += [f"p{p}[i] = {numbers[p].__name__}(s{p})" for p in parts]
-    if plan.weight.saturates:
-        names["saturates"] = bind(plan.weight.saturates)
-        stores.append("saturated = int32(saturated + int32(saturates(v0)))")
-    step = [
-        f"grad = load_grad({reads[-1]}) * c0",
-        f"{' '.join(f'{value},' for value in values)} = "
-        f"update({', '.join([values[0], 'grad', *values[1:], *constants[1:]])})",
-    ]
-    slices = [
-        f"carray(pointer(addresses[tensor, {k}] + first * {np.dtype(number).itemsize}), size, {number.__name__})"
-        for k, number in enumerate(numbers)
-    ]
-    source = _SOURCE.format(
-        arrays=", ".join(f"p{k}" for k in range(len(numbers))),
-        scalars=", ".join(constants),
-        body="\n        ".join([*loads, *step, *stores]),
-        slices=", ".join(slices),
-        constants=", ".join(f"scalars[tensor, {k}]" for k in range(len(constants))),
-    )
-    exec(source, names)
-    names["loop"] = _jit(names["loop"])
-    table, row = numba.int64[:, ::1], numba.int64[::1]
-    signature = numba.void(table, row, numba.float32[:, ::1], numba.int64, numba.int64, numba.int64, row)
-    return _jit(signature)(names["kernel"])
 
 
 class _Pool:
@@ -169,55 +53,77 @@ class _Pool:
 _POOL = _Pool()
 
 
-_Row: TypeAlias = tuple[Sequence[int], int, Sequence[float]]
-"""A contiguous tensor's addresses, number of elements and scalars."""
+class _Row(NamedTuple):
+    """A contiguous tensor: its addresses, its work, the numbers behind its random bits and rows, and its scalars."""
+
+    addresses: Sequence[int]
+    work: int
+    numbers: tuple[int, ...]
+    scalars: Sequence[float]
 
 
-def _run(kernel: Callable[..., None], rows: Sequence[_Row]) -> np.ndarray:
-    """Run ``kernel`` over ``rows``, the sum of their elements cut evenly among threads; count what saturated."""
-    addresses = np.array([row[0] for row in rows], dtype=np.int64)
-    offsets = np.zeros(len(rows) + 1, dtype=np.int64)
-    np.cumsum([row[1] for row in rows], out=offsets[1:])
-    scalars = np.array([row[2] for row in rows], dtype=np.float64).astype(np.float32)
-    total = int(offsets[-1])
-    threads = max(1, min(torch.get_num_threads(), total // SPAN))
-    cuts = [total * k // threads // 64 * 64 for k in range(threads)] + [total]
-    # a tensor cut between two threads is counted by both, so each has counts of its own
-    saturated = np.zeros((threads, len(rows)), dtype=np.int64)
+class _Kernel:
+    """A plan's compiled loops, and how its tensors are laid before them."""
 
-    def call(k: int) -> None:
-        first = int(np.searchsorted(offsets, cuts[k], side="right")) - 1
-        kernel(addresses, offsets, scalars, first, cuts[k], cuts[k + 1], saturated[k])
+    def __init__(self, plan: Plan) -> None:
+        self._run_span = compile_plan(plan)
+        self._state = [*plan.weight.parts[1:], *(part for format in plan.moments for part in format.parts)]
+        #: how many elements a unit of work stands for
+        self._unit = BLOCK if any(part.shared for part in self._state) else 1
 
-    _POOL.run([functools.partial(call, k) for k in range(threads)])
-    return saturated.sum(axis=0)
+    def __call__(self, jobs: Sequence[Job]) -> list[int]:
+        """Step every job; return what saturated in each."""
+        in_place = [job.param.is_contiguous() and job.grad.is_contiguous() for job in jobs]
+        found = [
+            self._row(job, job.param, job.grad, job.state, job.counter.start, rows(job.param.shape))
+            for job, there in zip(jobs, in_place, strict=True)
+            if there
+        ]
+        counts = iter(self._run(found).tolist() if found else ())
+        return [next(counts) if there else self._staged(job) for job, there in zip(jobs, in_place, strict=True)]
 
+    def _row(self, job: Job, param: Tensor, grad: Tensor, state: Sequence[Tensor], start: int, layout: Rows) -> _Row:
+        counter, size = job.counter, param.numel()
+        # the seed as the table's signed 64 bits
+        seed = (counter.seed + 2**63) % 2**64 - 2**63
+        work = size if self._unit == 1 else layout.block(size)
+        numbers = (seed, counter.stream, counter.step, start, layout.length)
+        return _Row([tensor.data_ptr() for tensor in (param, *state, grad)], work, numbers, job.scalars)
 
-def _row(param: Tensor, state: Sequence[Tensor], grad: Tensor, scalars: Sequence[float]) -> _Row:
-    return [tensor.data_ptr() for tensor in (param, *state, grad)], param.numel(), scalars
+    def _staged(self, job: Job) -> int:
+        """Step a tensor whose param or gradient is not contiguous through bounded copies; count what saturated."""
+        saturated, layout = 0, rows(job.param.shape)
+        for start, stop in spans(job.param.shape, STAGED, self._unit > 1):
+            param, grad = taken(job.param, start, stop), taken(job.grad, start, stop)
+            ends = {False: slice(start, stop), True: slice(layout.block(start), layout.block(stop))}
+            state = [tensor.view(-1)[ends[part.shared]] for part, tensor in zip(self._state, job.state, strict=True)]
+            # a span is a number of rows, or a part of one that begins on a block
+            length = min(layout.length, stop - start)
+            row = self._row(job, param, grad, state, job.counter.start + start, Rows(length, -(-length // BLOCK)))
+            saturated += int(self._run([row])[0])
+            put_back(job.param, start, stop, param)
+        return saturated
 
+    def _run(self, found: Sequence[_Row]) -> np.ndarray:
+        """Run the loops over ``found``, the sum of their work cut evenly among threads; count what saturated."""
+        addresses = np.array([row.addresses for row in found], dtype=np.int64)
+        numbers = np.array([row.numbers for row in found], dtype=np.int64)
+        scalars = np.array([row.scalars for row in found], dtype=np.float64).astype(np.float32)
+        offsets = np.zeros(len(found) + 1, dtype=np.int64)
+        np.cumsum([row.work for row in found], out=offsets[1:])
+        total = int(offsets[-1])
+        threads = max(1, min(torch.get_num_threads(), total * self._unit // SPAN))
+        even = 64 // self._unit or 1
+        cuts = [total * k // threads // even * even for k in range(threads)] + [total]
+        # a tensor cut between two threads is counted by both, so each has counts of its own
+        saturated = np.zeros((threads, len(found)), dtype=np.int64)
 
-def _staged(kernel: Callable[..., None], job: Job) -> int:
-    """Step a tensor whose param or gradient is not contiguous through bounded copies; count what saturated."""
-    saturated = 0
-    state = [part.view(-1) for part in job.state]
-    for box, start, stop in pieces(job.param.shape, STAGED):
-        piece = job.param[box]
-        param, grad = piece.contiguous(), job.grad[box].contiguous()
-        row = _row(param, [part[start:stop] for part in state], grad, job.scalars)
-        saturated += int(_run(kernel, [row])[0])
-        if param.data_ptr() != piece.data_ptr():
-            piece.copy_(param)
-    return saturated
+        def call(k: int) -> None:
+            first = int(np.searchsorted(offsets, cuts[k], side="right")) - 1
+            self._run_span(addresses, offsets, numbers, scalars, first, cuts[k], cuts[k + 1], saturated[k])
 
-
-def _step(kernel: Callable[..., None], jobs: Sequence[Job]) -> list[int]:
-    in_place = [job.param.is_contiguous() and job.grad.is_contiguous() for job in jobs]
-    rows = [
-        _row(job.param, job.state, job.grad, job.scalars) for job, there in zip(jobs, in_place, strict=True) if there
-    ]
-    counts = iter(_run(kernel, rows).tolist() if rows else ())
-    return [next(counts) if there else _staged(kernel, job) for job, there in zip(jobs, in_place, strict=True)]
+        _POOL.run([functools.partial(call, k) for k in range(threads)])
+        return saturated.sum(axis=0)
 
 
 def converts_float16() -> bool:
@@ -236,7 +142,7 @@ class Cpu(Backend):
     def refuses(self, plan: Plan) -> str | None:
         if plan.device.type != "cpu":
             return f"the tensors are on {plan.device}"
-        dtypes = {part.dtype for format in (plan.weight, *plan.moments, plan.grad) for part in format.parts}
+        dtypes = {part.dtype for format in (*plan.formats, plan.grad) for part in format.parts}
         if torch.float16 in dtypes and not converts_float16():
             return "the CPU that Numba compiles for has no float16 conversions (F16C)"
         return None
@@ -246,7 +152,7 @@ class Cpu(Backend):
         return f"Numba on {threads} thread{'s' if threads > 1 else ''}"
 
     def compile(self, plan: Plan) -> Kernel:
-        return functools.partial(_step, _kernel(plan))
+        return _Kernel(plan)
 
 
 BACKEND = Cpu()

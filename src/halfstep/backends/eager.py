@@ -1,15 +1,16 @@
 """PyTorch operators: the definition of what is right, on every device, in bounded temporary memory."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from halfstep import primitives
-from halfstep.backends.pieces import pieces
-from halfstep.contracts import Backend, Format, Job, Kernel, Plan
+from halfstep.backends.pieces import part_shape, put_back, rows, spans, taken
+from halfstep.contracts import BLOCK, NOWHERE, Backend, Counter, Format, Job, Kernel, Part, Plan
+from halfstep.formats.counter import first_half, folded, random_bits, second_half, stream_key
 
 #: Elements computed at a time. A step holds fewer than 30 temporaries of 4 bytes each, two of them 8: under 32 MiB.
 PIECE = 2**18
@@ -54,31 +55,90 @@ def bind(function: Callable[..., Any]) -> Callable[..., Any]:
     return primitives.bind(function, WORDS)
 
 
-_SAME_SIZE = {2: torch.int16, 4: torch.int32, 1: torch.int8}
+_SAME_SIZE = {2: torch.int16, 4: torch.int32}
+
+
+def _seen(part: Tensor) -> Tensor:
+    """A stored part as numbers: float32 and integers as they are, other floats as their bits."""
+    if part.dtype is torch.float32 or not part.dtype.is_floating_point:
+        return part
+    return part.view(_SAME_SIZE[part.element_size()])
 
 
 def read(part: Tensor) -> Tensor:
-    """What ``load`` sees of a stored part: float32 as it is, anything else as its bits in int32."""
-    if part.dtype is torch.float32:
-        return part
-    return part.view(_SAME_SIZE[part.element_size()]).to(torch.int32)
+    """What ``load`` sees of a stored part: float32 as it is, anything else in int32."""
+    seen = _seen(part)
+    return seen if seen.dtype is torch.float32 else seen.to(torch.int32)
 
 
 def write(part: Tensor, value: Tensor) -> None:
     """Keep what ``store`` gave in a stored part: float32 as it is, of an integer the low bits."""
-    (part if part.dtype is torch.float32 else part.view(_SAME_SIZE[part.element_size()])).copy_(value)
+    _seen(part).copy_(value)
 
 
-def _pieces(tensor: Tensor, flat: Sequence[Tensor]) -> Iterator[tuple[Tensor, list[Tensor], Any]]:
-    """Each piece of ``tensor``, shaped; the same piece of contiguous ``flat`` ones shaped like it; and its box."""
-    flat = [t.view(-1) for t in flat]
-    for box, start, stop in pieces(tensor.shape, PIECE):
-        piece = tensor[box]
-        yield piece, [t[start:stop].view(piece.shape) for t in flat], box
+def _low(number: int) -> int:
+    """The low 32 bits of a Python integer, signed."""
+    return (number + 2**31) % 2**32 - 2**31
+
+
+#: keys are made of Python's integers, not of tensors
+_stream_key = primitives.bind(stream_key, WORDS | {"to_i32": _low})
+
+
+class _Span:
+    """A span of a tensor: its parts, flat, the blocks in it, and its random bits."""
+
+    def __init__(self, shape: Sequence[int], start: int, stop: int, counter: Counter, device: torch.device) -> None:
+        self.start, self.stop, self.counter, self.device = start, stop, counter, device
+        self._rows = rows(shape)
+        # whole rows, or a part of one
+        self._width = min(self._rows.length, stop - start)
+
+    def of(self, part: Part, tensor: Tensor) -> Tensor:
+        """The span of a contiguous tensor of the state; of a shared part, an entry for each block."""
+        if part.shared:
+            return tensor.view(-1)[self._rows.block(self.start) : self._rows.block(self.stop)]
+        return tensor.view(-1)[self.start : self.stop]
+
+    def load(self, format: Format, parts: Sequence[Tensor]) -> Tensor:
+        """The values that the span's parts hold in ``format``."""
+        seen = [self._spread(read(t)) if p.shared else read(t) for p, t in zip(format.parts, parts, strict=True)]
+        return bind(format.load)(*seen)
+
+    def store(self, format: Format, value: Tensor, random: Tensor | None) -> list[Tensor]:
+        """What ``format`` keeps of the span's values, an entry for each block of a shared part."""
+        bits = () if random is None else (random,)
+        if format.measure is None:
+            return list(bind(format.store)(value, *bits))
+        measured = bind(format.measure)(value, *bits)
+        *kept, shared = bind(format.store)(measured, self._spread(self._largest(measured)))
+        return [*kept, shared.view(-1, self._width)[:, ::BLOCK].reshape(-1)]
+
+    def _spread(self, shared: Tensor) -> Tensor:
+        """An entry for each block, repeated for each element of it."""
+        blocks = shared.view(-1, -(-self._width // BLOCK), 1).expand(-1, -1, BLOCK)
+        return blocks.reshape(len(blocks), -1)[:, : self._width].reshape(-1)
+
+    def _largest(self, measured: Tensor) -> Tensor:
+        """The largest of each block."""
+        lines = measured.view(-1, self._width)
+        lines = torch.nn.functional.pad(lines, (0, -self._width % BLOCK))
+        return lines.view(len(lines), -1, BLOCK).amax(-1)
+
+    def random(self, use: int) -> Tensor:
+        """16 random bits for each element, of the stream of ``use``."""
+        counter = self.counter
+        numbers = (counter.seed, counter.seed >> 32, counter.stream, counter.step)
+        key, fold = _stream_key(*map(_low, numbers), use // 2)
+        index = torch.arange(counter.start + self.start, counter.start + self.stop, device=self.device)
+        fold = bind(folded)(fold, (index >> 32).to(torch.int32))
+        return bind(second_half if use % 2 else first_half)(bind(random_bits)(index.to(torch.int32), key, fold))
 
 
 @torch.no_grad()
-def convert(source: Format, parts: Sequence[Tensor], target: Format, skip: int = 0) -> list[Tensor]:
+def convert(
+    source: Format, parts: Sequence[Tensor], target: Format, skip: int = 0, counter: Counter = NOWHERE, use: int = 0
+) -> list[Tensor]:
     """Return, contiguous, what ``target`` keeps for the values that ``parts`` hold in ``source``.
 
     Args:
@@ -86,16 +146,20 @@ def convert(source: Format, parts: Sequence[Tensor], target: Format, skip: int =
         parts: the first may have any strides; the others are contiguous.
         target: the format to keep the values in; its first ``skip`` parts are not made.
         skip: how many.
+        counter, use: where the random bits come from, where ``target`` takes some.
     """
     first, *rest = (part.detach() for part in parts)
-    made = [torch.empty(first.shape, dtype=part.dtype, device=first.device) for part in target.parts[skip:]]
+    shape = first.shape
+    made = [torch.empty(part_shape(p, shape), dtype=p.dtype, device=first.device) for p in target.parts[skip:]]
     if not made:
         return made
-    load, store = bind(source.load), bind(target.store)
-    for piece, flat, _ in _pieces(first, (*rest, *made)):
-        values = store(load(read(piece), *map(read, flat[: len(rest)])))
-        for part, value in zip(flat[len(rest) :], values[skip:], strict=True):
-            write(part, value)
+    for start, stop in spans(shape, PIECE, bool(source.measure or target.measure)):
+        span = _Span(shape, start, stop, counter, first.device)
+        cut = [span.of(part, tensor) for part, tensor in zip(source.parts[1:], rest, strict=True)]
+        value = span.load(source, [taken(first, start, stop), *cut])
+        kept = span.store(target, value, span.random(use) if target.random else None)
+        for part, tensor, number in zip(target.parts[skip:], made, kept[skip:], strict=True):
+            write(span.of(part, tensor), number)
     return made
 
 
@@ -112,27 +176,29 @@ class Eager(Backend):
         return f"PyTorch operators on {plan.device}{roots}"
 
     def compile(self, plan: Plan) -> Kernel:
-        load_grad, update = bind(plan.grad.load), bind(plan.rule.update)
-        formats = (plan.weight, *plan.moments)
-        loads = [bind(format.load) for format in formats]
-        stores = [bind(format.store) for format in formats]
+        update = bind(plan.rule.update)
         saturates = bind(plan.weight.saturates) if plan.weight.saturates else None
-        ends = [sum(len(f.parts) for f in formats[: k + 1]) for k in range(len(formats))]
-        spans = [slice(end - len(f.parts), end) for f, end in zip(formats, ends, strict=True)]
+        uses = plan.uses
+        shared = any(format.measure for format in plan.formats)
 
         def step(job: Job) -> Tensor | int:
             saturated: Tensor | int = 0
             factor, *scalars = job.scalars
-            for param, state, box in _pieces(job.param, job.state):
-                parts = [param, *state]
-                values = [load(*map(read, parts[span])) for load, span in zip(loads, spans, strict=True)]
-                grad = load_grad(read(job.grad[box])) * factor
-                weight, *moments = update(values[0], grad, *values[1:], *scalars)
+            for start, stop in spans(job.param.shape, PIECE, shared):
+                span = _Span(job.param.shape, start, stop, job.counter, job.param.device)
+                param, rest = taken(job.param, start, stop), iter(job.state)
+                kept = [[param, *(span.of(part, next(rest)) for part in plan.weight.parts[1:])]]
+                kept += [[span.of(part, next(rest)) for part in format.parts] for format in plan.moments]
+                values = [span.load(format, parts) for format, parts in zip(plan.formats, kept, strict=True)]
+                grad = span.load(plan.grad, [taken(job.grad, start, stop)]) * factor
+                new = update(values[0], grad, *values[1:], *scalars)
                 if saturates:
-                    saturated = saturated + saturates(weight).sum()
-                for store, span, value in zip(stores, spans, (weight, *moments), strict=True):
-                    for part, kept in zip(parts[span], store(value), strict=True):
-                        write(part, kept)
+                    saturated = saturated + saturates(new[0]).sum()
+                for format, parts, value, use in zip(plan.formats, kept, new, uses, strict=True):
+                    stored = span.store(format, value, None if use is None else span.random(use))
+                    for part, number in zip(parts, stored, strict=True):
+                        write(part, number)
+                put_back(job.param, start, stop, param)
             return saturated
 
         return lambda jobs: [step(job) for job in jobs]

@@ -1,38 +1,93 @@
-"""Cutting a tensor into pieces of bounded size that follow its logical row-major order, whatever its strides."""
+"""Cutting a tensor into spans of bounded size along its logical row-major order, whatever its strides."""
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
+import torch
+from torch import Tensor
+
+from halfstep.contracts import BLOCK, Part
+
 Box: TypeAlias = tuple[int | slice, ...]
 
 
-class Piece(NamedTuple):
-    """A box of a tensor, and where its elements lie in row-major order: from ``start`` up to ``stop``."""
+class Rows(NamedTuple):
+    """The rows of a tensor, all that stands behind dim 0, and the blocks that each is cut into."""
 
-    box: Box
-    start: int
-    stop: int
+    length: int
+    blocks: int
+
+    def block(self, element: int) -> int:
+        """Return the number of the block that begins at ``element`` of the tensor in row-major order."""
+        row, place = divmod(element, self.length)
+        return row * self.blocks + place // BLOCK
 
 
-def pieces(shape: Sequence[int], limit: int) -> Iterator[Piece]:
-    """Cut a tensor of ``shape`` into boxes of at most ``limit`` elements that cover it in row-major order.
+def rows(shape: Sequence[int]) -> Rows:
+    """Return the rows of a tensor that has ``shape``; one without elements has rows of 1."""
+    length = max(1, math.prod(shape[1:]))
+    return Rows(length, -(-length // BLOCK))
 
-    Every box takes whole the dimensions behind the one that it cuts, so ``tensor[box]`` flattened is a contiguous run
-    of the tensor flattened. An empty tensor has no pieces.
+
+def part_shape(part: Part, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of a part that is kept for a tensor of ``shape``."""
+    if not part.shared:
+        return tuple(shape)
+    first = shape[0] if shape else 1
+    return first, rows(shape).blocks if math.prod(shape[1:]) else 0
+
+
+def spans(shape: Sequence[int], limit: int, whole_blocks: bool = False) -> Iterator[tuple[int, int]]:
+    """Cut the row-major order of a tensor into spans ``(start, stop)`` of at most ``limit`` elements.
+
+    With ``whole_blocks`` a span is a number of whole rows, or lies within one row and begins on a block of it; then
+    ``limit`` is at least `BLOCK`.
     """
-    if math.prod(shape) == 0:
+    total = math.prod(shape)
+    length = rows(shape).length if whole_blocks else 1
+    if length <= limit:
+        step = limit // length * length
+        yield from ((start, min(start + step, total)) for start in range(0, total, step))
+    else:
+        step = limit // BLOCK * BLOCK
+        for row in range(0, total, length):
+            yield from ((start, min(start + step, row + length)) for start in range(row, row + length, step))
+
+
+def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """Cut the elements from ``start`` up to ``stop`` in row-major order into boxes, in that order."""
+    if not shape:
+        yield ()
         return
-    # the first dimension from which on the rest fits
-    cut = next((d for d in range(len(shape)) if math.prod(shape[d + 1 :]) <= limit), 0)
-    inner = math.prod(shape[cut + 1 :])
-    rows = shape[cut] if shape else 1
-    step = max(1, limit // inner)
-    start = 0
-    for outer in itertools.product(*(range(n) for n in shape[:cut])):
-        for first in range(0, rows, step):
-            last = min(first + step, rows)
-            stop = start + (last - first) * inner
-            yield Piece((*outer, slice(first, last)) if shape else (), start, stop)
-            start = stop
+    inner = math.prod(shape[1:])
+    (first, offset), (last, rest) = divmod(start, inner), divmod(stop, inner)
+    if first == last:
+        yield from ((first, *box) for box in boxes(shape[1:], offset, rest))
+        return
+    if offset:
+        yield from ((first, *box) for box in boxes(shape[1:], offset, inner))
+        first += 1
+    if first < last:
+        yield (slice(first, last),)
+    if rest:
+        yield from ((last, *box) for box in boxes(shape[1:], 0, rest))
+
+
+def taken(tensor: Tensor, start: int, stop: int) -> Tensor:
+    """Return a span of a tensor, flat and contiguous: a view of it where it is contiguous itself, else a copy."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)[start:stop]
+    cut = [tensor[box].contiguous().view(-1) for box in boxes(tensor.shape, start, stop)]
+    return cut[0] if len(cut) == 1 else torch.cat(cut)
+
+
+def put_back(tensor: Tensor, start: int, stop: int, span: Tensor) -> None:
+    """Write into a tensor what has become of a span that was `taken` of it."""
+    if tensor.is_contiguous():
+        return
+    done = 0
+    for box in boxes(tensor.shape, start, stop):
+        piece = tensor[box]
+        piece.copy_(span[done : done + piece.numel()].view(piece.shape))
+        done += piece.numel()

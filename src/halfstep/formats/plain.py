@@ -9,6 +9,9 @@ SIGN = -0x80000000
 MAGNITUDE = 0x7FFFFFFF
 INFINITY = 0x7F800000
 NAN = 0x7FC00000
+INFINITY_BF16 = 0x7F80
+INFINITY_F16 = 0x7C00
+NAN_BF16 = 0x7FC0
 NAN_F16 = 0x7E00
 
 #: The float32 bits from which a finite value is nearer to infinity than to the largest bfloat16 or float16 (65504).

@@ -1,7 +1,8 @@
-"""The param and the bits it drops: float32's precision in 2 more bytes.
+"""The param and a *remainder*, the bits that it drops: float32's precision in 2 more bytes, or half of them in 1.
 
-In bfloat16 the weight's bits, read as an integer, are $b = 2^{16} p + r$ with $p$ the param's bits and $r$ the
-*remainder*, an int16. In float16 the remainder counts $2^{-16}$ ulps of the param. Both count away from zero.
+In bfloat16 the weight's bits, read as an integer, are $b = 2^{16} p + r$ with $p$ the param's bits and $r$ an int16. In
+float16 the remainder counts $2^{-16}$ ulps of the param. Both count away from zero. An int8 keeps the first 8 of these
+bits, $b = 2^8 p + r$ with $b$ the weight's units of a 16-bit float that has 8 more bits, rounded by chance.
 """
 
 import torch
@@ -9,8 +10,11 @@ import torch
 from halfstep.contracts import Format, Part
 from halfstep.formats.plain import (
     INFINITY,
+    INFINITY_BF16,
+    INFINITY_F16,
     MAGNITUDE,
     NAN,
+    NAN_BF16,
     NAN_F16,
     SATURATES_BF16,
     SATURATES_F16,
@@ -18,12 +22,14 @@ from halfstep.formats.plain import (
     saturates_bf16,
     saturates_f16,
 )
+from halfstep.formats.stochastic import REBASED, counted_bf16, counted_f16, settled, sign_of
 from halfstep.primitives import bits, from_bits, narrow_f16, select, to_f32, to_i32, widen_f16
 
-INFINITY_F16 = 0x7C00
 #: 1.5 * 2**23: adding it rounds a float below 2**22 to an integer, ties to even, which its low bits then hold.
 ROUND = 12582912.0
 ROUND_BITS = 0x4B400000
+#: 256 of these make up a float16's least unit, 2**-24.
+UNIT = 2.0**-32
 
 
 def load_split_bf16(param, remainder):
@@ -75,6 +81,52 @@ def store_split_f16(weight):
     return select(magnitude > INFINITY, NAN_F16, param), remainder
 
 
+def joined8(param, remainder):
+    """The units behind a param and its remainder; the remainder of a param that was written since may be any."""
+    count = to_i32((param & 0x7FFF) << 8) + remainder
+    return select(count < 0, 0, count)
+
+
+def parted8(count, sign):
+    remainder = to_i32(count << 24) >> 24
+    # a remainder that rounds up carries into the param
+    return ((count - remainder) >> 8) | sign, remainder
+
+
+def load_split8_bf16(param, remainder):
+    magnitude = to_i32(joined8(param, remainder) << 8)
+    magnitude = select((param & 0x7FFF) >= INFINITY_BF16, to_i32((param & 0x7FFF) << 16), magnitude)
+    return from_bits(magnitude | (param & SIGN))
+
+
+def store_split8_bf16(weight, random):
+    b = bits(weight)
+    magnitude = b & MAGNITUDE
+    # the last unit that rounds to a finite param
+    largest = INFINITY_BF16 * 256 - 129
+    count = counted_bf16(magnitude, random, 8)
+    count = settled(count, magnitude, largest, INFINITY_BF16 * 256, NAN_BF16 * 256)
+    return parted8(count, sign_of(b) >> 16)
+
+
+def load_split8_f16(param, remainder):
+    count = joined8(param, remainder)
+    #: from $2^{-14}$ on units are float32 bits; below, each is $2^{-32}$
+    normal = to_i32(count << 5) + REBASED
+    magnitude = select(count < 0x40000, bits(to_f32(count) * UNIT), normal)
+    magnitude = select((param & 0x7FFF) >= INFINITY_F16, bits(widen_f16(param & 0x7FFF)), magnitude)
+    return from_bits(magnitude | (param & SIGN))
+
+
+def store_split8_f16(weight, random):
+    b = bits(weight)
+    magnitude = b & MAGNITUDE
+    largest = INFINITY_F16 * 256 - 129
+    count = counted_f16(magnitude, random, 8)
+    count = settled(count, magnitude, largest, INFINITY_F16 * 256, NAN_F16 * 256)
+    return parted8(count, sign_of(b) >> 16)
+
+
 SPLIT_BF16 = Format(
     "split16",
     (Part("", torch.bfloat16), Part("remainder", torch.int16)),
@@ -91,3 +143,22 @@ SPLIT_F16 = Format(
 )
 
 SPLIT16 = {torch.bfloat16: SPLIT_BF16, torch.float16: SPLIT_F16}
+
+SPLIT8_BF16 = Format(
+    "split8",
+    (Part("", torch.bfloat16), Part("remainder", torch.int8)),
+    load_split8_bf16,
+    store_split8_bf16,
+    saturates_bf16,
+    random=True,
+)
+SPLIT8_F16 = Format(
+    "split8",
+    (Part("", torch.float16), Part("remainder", torch.int8)),
+    load_split8_f16,
+    store_split8_f16,
+    saturates_f16,
+    random=True,
+)
+
+SPLIT8 = {torch.bfloat16: SPLIT8_BF16, torch.float16: SPLIT8_F16}

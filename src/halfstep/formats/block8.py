@@ -1,0 +1,76 @@
+r"""Moments in 8 bits each, and 8 more for the exponent that a block of neighbours shares.
+
+A value's float32 bits plus random ones, $r$, are what is kept, cut. A block's exponent is
+$e = \max(\lfloor\max r / 2^{23}\rfloor - 15, 0)$, a code $\lfloor r / 2^{23-k} \rfloor - 2^k e$: 4 bits of exponent,
+$k$ of mantissa, a slice of float32's own. The exponent is taken behind the rounding: otherwise the largest value of a
+block could not grow past it. NaN and infinity take their block with them.
+"""
+
+import torch
+
+from halfstep.contracts import Format, Part
+from halfstep.formats.plain import INFINITY, MAGNITUDE, NAN, SIGN
+from halfstep.formats.stochastic import settled, sign_of
+from halfstep.primitives import bits, from_bits, select, sqrt, to_i32
+
+#: The bits of 2**64, below which the root of a second moment stays, so that its square is finite.
+ROOTS_END = 0x5F800000
+
+
+def exponent_of(largest):
+    exponent = (largest >> 23) - 15
+    return select(exponent < 0, 0, exponent)
+
+
+def measure_signed(value, random):
+    b = bits(value)
+    magnitude = b & MAGNITUDE
+    kept = settled(magnitude + to_i32(random << 4), magnitude, INFINITY - 1, INFINITY, NAN)
+    # the sign rides in the lowest bit, which the cut drops
+    return (kept & -2) | ((sign_of(b) >> 31) & 1)
+
+
+def store_signed(kept, largest):
+    exponent = exponent_of(largest)
+    code = (kept >> 20) - to_i32(exponent << 3)
+    # what lies below the block's range is 0
+    code = select(code < 0, 0, code)
+    return code | to_i32((kept & 1) << 7), exponent
+
+
+def load_signed(code, exponent):
+    magnitude = code & 127
+    b = select(magnitude == 0, 0, to_i32((magnitude + to_i32(exponent << 3)) << 20))
+    return from_bits(b | (code & SIGN))
+
+
+def measure_square(value, random):
+    root = bits(sqrt(value)) & MAGNITUDE
+    kept = settled(root + to_i32(random << 3), root, ROOTS_END - 1, ROOTS_END - 1, NAN)
+    return select(root == 0, 0, kept)
+
+
+def store_square(kept, largest):
+    exponent = exponent_of(largest)
+    code = (kept >> 19) - to_i32(exponent << 4)
+    # Only 0 is 0. As a divisor, what lies below the block's range may be too large, but never nothing.
+    code = select(code < 1, 1, code)
+    return select(kept == 0, 0, code), exponent
+
+
+def load_square(code, exponent):
+    root = from_bits(select(code == 0, 0, to_i32((code + to_i32(exponent << 4)) << 19)))
+    return root * root
+
+
+_EXPONENT = Part("exponent", torch.uint8, shared=True)
+
+SIGNED = Format(
+    "block8", (Part("code", torch.int8), _EXPONENT), load_signed, store_signed, measure=measure_signed, random=True
+)
+"""Sign, 4 bits of exponent and 3 of mantissa; under $2^{-14.8}$ of the block's largest, 0."""
+
+SQUARE = Format(
+    "block8", (Part("code", torch.uint8), _EXPONENT), load_square, store_square, measure=measure_square, random=True
+)
+"""The root of a value that is not negative, with 4 bits of exponent and 4 of mantissa."""

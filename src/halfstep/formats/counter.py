@@ -1,0 +1,53 @@
+"""Random bits for stochastic rounding, from a counter: a hash of who rounds what, and when.
+
+A stream is keyed by the run's seed, the tensor, the step and the use; within it the element's index in the whole tensor
+is the counter. So the bits are the same on every backend, and however the tensor is cut.
+"""
+
+from halfstep.primitives import to_i32
+
+#: The multipliers of lowbias32 (Chris Wellons, "Prospecting for Hash Functions", 2018), as signed integers.
+FIRST = 0x7FEB352D
+SECOND = 0x846CA68B - 2**32
+#: Keeps the two halves of a key apart where those of the seed are equal: the fractional bits of the golden ratio.
+APART = 0x9E3779B9 - 2**32
+
+
+def scrambled(x):
+    """lowbias32: each bit of the result depends on each of ``x``, and no two ``x`` give the same."""
+    return finished(to_i32((x ^ ((x >> 16) & 0xFFFF)) * FIRST))
+
+
+def finished(x):
+    x = to_i32((x ^ ((x >> 15) & 0x1FFFF)) * SECOND)
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+def stream_key(seed_low, seed_high, stream, step, use):
+    """The 64 bits that key the stream of a pair of uses, as two integers."""
+    key = scrambled(to_i32(scrambled(to_i32(scrambled(seed_low) + stream)) + step))
+    fold = scrambled(to_i32(scrambled(to_i32(scrambled(seed_high ^ APART) + stream)) + step))
+    return scrambled(to_i32(key + use)), scrambled(to_i32(fold + use))
+
+
+def folded(fold, high):
+    """The key's second half for an element whose index is ``high`` times 2**32 and more."""
+    return scrambled(to_i32(fold + high))
+
+
+def random_bits(index, key, fold):
+    """32 random bits, 16 for each use of a pair, for the element with these low 32 bits of its index.
+
+    It is lowbias32 with half of the key before and half amid it: with both before, a stream would be another one in
+    another order.
+    """
+    x = index ^ key
+    return finished(to_i32((x ^ ((x >> 16) & 0xFFFF)) * FIRST + fold))
+
+
+def first_half(random):
+    return random & 0xFFFF
+
+
+def second_half(random):
+    return (random >> 16) & 0xFFFF
