@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep.checkpoint import decode, key
+from halfstep import checkpoint
 from halfstep.formats import MOMENTS, WEIGHTS, moment_format
 from halfstep.rules.adam import ADAM
 from harness import assert_same
@@ -86,7 +86,9 @@ def test_p20_every_format_of_moments_converts_to_every_other(
         for moment in rule.moments:
             formats = [moment_format(each, moment, param.shape) for each in (old, new)]
             was, now = (
-                decode(format, [optimizer.state[each][key(part, moment)] for part in format.parts])
+                checkpoint.decode(
+                    format, [optimizer.state[each][checkpoint.key(part, moment)] for part in format.parts]
+                )
                 for format, optimizer, each in zip(formats, (source, target), (other, param), strict=True)
             )
             assert was.count_nonzero() > was.numel() * 0.99

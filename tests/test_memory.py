@@ -20,12 +20,12 @@ import json, sys, torch, halfstep
 backend = sys.argv[1]
 torch.set_num_threads(1)
 
-def make(size, layout, weights, half):
+def make(size, layout, weights, moments, half):
     param = torch.nn.Parameter(torch.zeros(2, size // 2, dtype=getattr(torch, half)))
     if layout == "transposed":
         param.data = param.data.t()
     param.grad = torch.zeros_like(param)
-    return param, halfstep.AdamW([param], weights=weights, backend=backend)
+    return param, halfstep.AdamW([param], weights=weights, moments=moments, backend=backend)
 
 def resident():
     with open("/proc/self/statm") as file:
@@ -41,16 +41,18 @@ def beside(call):
         return 1024 * int(next(line for line in file if line.startswith("VmHWM")).split()[1]) - before
 
 for case in (
-    ("contiguous", "split16", "float16"),
-    ("transposed", "split16", "bfloat16"),
-    ("contiguous", "master32", "bfloat16"),
+    ("contiguous", "split16", "float32", "float16"),
+    ("transposed", "split16", "float32", "bfloat16"),
+    ("contiguous", "master32", "float32", "bfloat16"),
+    ("contiguous", "split8", "block8", "float16"),
+    ("transposed", "stochastic", "block8", "float16"),
 ):
     # what is compiled, imported or cached once is no part of a step
     param, optimizer = make(4096, *case)
     optimizer.step()
     optimizer.step()
     # the first is so large that even a 16-bit copy of its param would show
-    size = 2 * int(sys.argv[2]) if case[2] == "float16" else int(sys.argv[2])
+    size = 2 * int(sys.argv[2]) if case[3] == "float16" else int(sys.argv[2])
     param, optimizer = make(size, *case)
     first = beside(optimizer.step)
     kept = sum(t.nbytes for t in optimizer.state[param].values() if isinstance(t, torch.Tensor))
@@ -66,17 +68,18 @@ def test_p28_a_step_needs_little_beside(backend: str) -> None:
     call = [sys.executable, "-c", SCRIPT, backend, str(SIZE)]
     output = subprocess.run(call, capture_output=True, text=True, check=True, timeout=200).stdout
     cases = [json.loads(line) for line in output.splitlines()]
-    assert len(cases) == 3
-    for layout, weights, half, kept, *figures in cases:
-        assert kept >= SIZE * 10
+    assert len(cases) == 5
+    for layout, weights, moments, half, kept, *figures in cases:
+        assert kept >= SIZE * (4 if moments == "block8" else 10)
         for what, figure in zip(("the first step", "a later step", "loading"), figures, strict=True):
-            assert figure < LIMIT, f"{what}, {layout} {half} as {weights}: {figure / 2**20:.0f} MiB"
+            assert figure < LIMIT, f"{what}, {layout} {half} as {weights} and {moments}: {figure / 2**20:.0f} MiB"
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("moments", ["float32", "block8"])
 @pytest.mark.parametrize("transposed", [False, True], ids=["contiguous", "transposed"])
 def test_p28_the_first_step_allocates_the_state_and_nothing_else_as_large_as_the_param(
-    half: torch.dtype, backend: str, weights: str, transposed: bool
+    half: torch.dtype, backend: str, weights: str, moments: str, transposed: bool
 ) -> None:
     # what is worked on at a time, at most 2**20 elements of 4 bytes, is less than half of the param
     size = 5 * 2**20
@@ -84,8 +87,9 @@ def test_p28_the_first_step_allocates_the_state_and_nothing_else_as_large_as_the
     if transposed:
         param.data = param.data.t()
     param.grad = torch.zeros_like(param)
-    optimizer = halfstep.AdamW([param], weights=weights, backend=backend)
-    kept = [part.dtype.itemsize * size for part in WEIGHTS[weights][half].parts[1:]] + [4 * size] * 2
+    optimizer = halfstep.AdamW([param], weights=weights, moments=moments, backend=backend)
+    kept = [part.dtype.itemsize * size for part in WEIGHTS[weights][half].parts[1:]]
+    kept += [size, size] if moments == "block8" else [4 * size] * 2
     first, second = allocations(optimizer.step), allocations(optimizer.step)
     assert sorted(n for n in first if n >= size) == sorted(kept)
     assert not [n for n in second if n >= size]

@@ -7,10 +7,15 @@ import pytest
 import torch
 
 from halfstep.backends import BACKENDS, cpu, eager, loops
-from halfstep.contracts import Format, Job, Plan
+from halfstep.contracts import Counter, Format, Job, Plan
+from halfstep.formats import GRADS, MOMENTS, WEIGHTS
 from halfstep.primitives import VOCABULARY
 from halfstep.rules import RULES
+from halfstep.rules.adam import ADAM
 from harness import (
+    CPU,
+    GROUP,
+    MOMENT_FORMATS,
     WEIGHT_FORMATS,
     assert_same,
     copy,
@@ -50,14 +55,18 @@ def test_p10_a_step_has_the_same_bits(plan: Plan, wild: bool, other: str) -> Non
 
 
 @pytest.mark.parametrize("other", OTHERS)
-@pytest.mark.parametrize("format", WEIGHT_FORMATS.values(), ids=WEIGHT_FORMATS)
+@pytest.mark.parametrize(
+    "format",
+    [*WEIGHT_FORMATS.values(), *MOMENT_FORMATS.values()],
+    ids=[*WEIGHT_FORMATS, *(f"moment-{name}" for name in MOMENT_FORMATS)],
+)
 def test_p10_a_format_has_the_same_bits(format: Format, other: str) -> None:
-    values = torch.cat([specials(), spread(200_000)])
+    values = torch.cat([specials(), spread(200_100 - len(specials()))]).view(-1, 300)
     want = store(format, values, "eager")
     for a, b in zip(want, store(format, values, other), strict=True):
         assert_same(a, b)
     # any bits in the parts, as a param written from outside beside a stale remainder has them
-    parts = [spread(200_000).view(torch.uint8)[: 200_000 * p.element_size()].clone().view(p.dtype) for p in want]
+    parts = [spread(p.numel()).view(torch.uint8)[: p.nbytes].clone().view(p.dtype).view(p.shape) for p in want]
     assert_same(load(format, parts, "eager"), load(format, parts, other))
 
 
@@ -96,6 +105,33 @@ def test_p10_cut_anywhere_the_bits_stay(plan: Plan, monkeypatch: pytest.MonkeyPa
                 assert_cut_same(backend)
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("weights", ["split16", "split8"])
+def test_p10_a_block8_state_cut_at_any_row_is_the_uncut_one(weights: str, half: torch.dtype, backend: str) -> None:
+    kinds = tuple(MOMENTS["block8"].of(moment) for moment in ADAM.moments)
+    plan = Plan(ADAM, WEIGHTS[weights][half], kinds, GRADS[half], CPU)
+    whole = job(plan, (19, 3, 100), 2, 1)  # rows of two full blocks and a short one
+    cuts = [copy(whole) for _ in range(20)]
+    for step in range(1, 4):
+        grad = job(plan, (19, 3, 100), step, 1).grad
+        now = {"grad": grad, "scalars": (1.0, *ADAM.scalars(GROUP, step))}
+        whole = replace(whole, **now, counter=Counter(3, 4, step))
+        run(plan, [whole], backend)
+        for row, cut in enumerate(cuts):
+            halves = [
+                replace(
+                    whole,
+                    param=cut.param[place],
+                    grad=grad[place],
+                    state=tuple(part[place] for part in cut.state),
+                    counter=Counter(3, 4, step, (place.start or 0) * 300),
+                )
+                for place in (slice(None, row), slice(row, None))
+            ]
+            run(plan, halves, backend)
+            assert_jobs_same(cut, whole)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

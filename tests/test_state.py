@@ -1,6 +1,7 @@
 """P19: a run that is saved and loaded goes on as if it had never stopped, bit for bit."""
 
 import copy
+import itertools
 import pickle
 from typing import Any
 
@@ -208,30 +209,50 @@ def test_p19_steps_count_exactly_past_two_to_the_24(half: torch.dtype, backend: 
     assert {type(optimizer.state[param]["step"]) for param in members(optimizer)} == {int}
 
 
-def test_p15_each_param_counts_its_own_steps(half: torch.dtype, backend: str) -> None:
-    # frozen until step 3, and a group that comes at step 5: each moves as in an optimizer that it has for itself
-    early, thawed, late = params(half, [(9,), (9,), (9,)])
-    optimizer = make("AdamW", [early, thawed], backend=backend)
-    alone = [make("AdamW", [nn.Parameter(p.detach().clone())], backend=backend) for p in (early, thawed, late)]
+@pytest.mark.parametrize(("weights", "moments"), PAIRS)
+def test_p15_each_param_counts_its_own_steps(weights: str, moments: str, half: torch.dtype, backend: str) -> None:
+    # frozen until step 3, and a group that comes at step 5: each moves as in an optimizer that it has for itself,
+    # behind as many others, since its place when first seen is the number of its random bits
+    options = {"weights": weights, "moments": moments, "backend": backend}
+    three = early, thawed, late = params(half, [(64, 65)] * 3)
+    optimizer = make("AdamW", [early, thawed], **options)
+    twins = [nn.Parameter(param.detach().clone()) for param in three]
+    idle = params(half, [(0,)] * 2)
+    alone = [make("AdamW", [*idle[:place], param], **options) for place, param in enumerate(twins)]
     thawed.requires_grad_(False)
+    slope = torch.linspace(-1, 1, 64 * 65).view(64, 65)
     for number in range(8):
         if number == 3:
             thawed.requires_grad_(True)
         if number == 5:
-            optimizer.add_param_group({"params": [late], "backend": backend})
-        due = [early] + [thawed] * (number >= 3) + [late] * (number >= 5)
-        for param in due:
-            (param.float() * torch.arange(9)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        for param, other in zip((early, thawed, late), alone, strict=True):
-            if any(param is one for one in due):
-                (members(other)[0].float() * torch.arange(9)).sum().backward()
-                other.step()
-                other.zero_grad()
-    for param, other, steps in zip((early, thawed, late), alone, (8, 5, 3), strict=True):
-        assert_same(param.detach(), members(other)[0].detach())
+            optimizer.add_param_group({"params": [late], **options})
+        due = [True, number >= 3, number >= 5]
+        for param in (*itertools.compress(three, due), *itertools.compress(twins, due)):
+            (param.float() * slope).sum().backward()
+        for stepped in (optimizer, *itertools.compress(alone, due)):
+            stepped.step()
+            stepped.zero_grad()
+    for param, twin, other, steps in zip(three, twins, alone, (8, 5, 3), strict=True):
+        assert_same(param.detach(), twin.detach())
+        assert_states(optimizer.state[param], other.state[twin])
         assert optimizer.state[param]["step"] == steps
+
+
+def test_a_seed_and_a_place_decide_the_random_bits(half: torch.dtype, backend: str) -> None:
+    def trained(seed: int, place: int) -> torch.Tensor:
+        over = params(half, [(64, 64)] * 2)
+        over[1 - place].requires_grad_(False)
+        over[place].data.copy_(torch.ones(64, 64))
+        optimizer = make("AdamW", over, weights="stochastic", moments="block8", backend=backend, seed=seed)
+        for _ in range(5):
+            over[place].grad = torch.ones(64, 64, dtype=half)
+            optimizer.step()
+        return over[place].detach()
+
+    first = trained(0, 0)
+    assert_same(first, trained(0, 0))
+    for seed, place in ((1, 0), (2**32, 0), (0, 1)):
+        assert not torch.equal(first, trained(seed, place))
 
 
 def test_p15_no_gradient_is_no_ceremony(half: torch.dtype, backend: str) -> None:

@@ -25,8 +25,9 @@ def key(part: Part, moment: Moment | None = None) -> str:
     return "_".join(filter(None, (moment.name if moment else "", part.name)))
 
 
-#: Every name under which any format keeps a part of the weight beside the param.
-_WEIGHT_KEYS = {key(part) for formats in WEIGHTS.values() for format in formats.values() for part in format.parts[1:]}
+def _weight_keys() -> set[str]:
+    """Every name under which any format keeps a part of the weight beside the param."""
+    return {key(part) for formats in WEIGHTS.values() for format in formats.values() for part in format.parts[1:]}
 
 
 def decode(format: Format, parts: Sequence[Tensor]) -> Tensor:
@@ -73,7 +74,7 @@ def mismatch(
             return f"{name!r} in its state is on {tensor.device}, the param on {param.device}"
         if not tensor.is_contiguous():
             return f"{name!r} in its state is not contiguous"
-    for name in sorted(_WEIGHT_KEYS.intersection(state).difference(kept)):
+    for name in sorted(_weight_keys().intersection(state).difference(kept)):
         return f"its state has {name!r}, a part that another format keeps beside a param"
     return None
 
@@ -139,7 +140,7 @@ def _weight(
     saved: dict[str, Any], param: Tensor, weight: Format, counter: Counter
 ) -> tuple[Tensor | None, Sequence[Tensor]]:
     """Return what the param has to become, or None where it stays, and the parts of the weight beside it."""
-    held = sorted(_WEIGHT_KEYS.intersection(saved))
+    held = sorted(_weight_keys().intersection(saved))
     source = _source(saved, (weight, *(formats[param.dtype] for formats in WEIGHTS.values() if param.dtype in formats)))
     if held and param.dtype is torch.float32:
         raise ValueError(

@@ -24,7 +24,9 @@ def train(
         float, typer.Option(help="The learning rate after 50 steps of warmup; with --compare it falls to 0 from there.")
     ] = 1e-3,
     clip: Annotated[float, typer.Option(help="The largest gradient norm; 0 for no clipping.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Decides the first weights, the batches and the sample.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Decides the first weights, the batches, rounding by chance and the sample.")
+    ] = 0,
     out: Annotated[
         Path | None,
         typer.Option(

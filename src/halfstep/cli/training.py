@@ -146,7 +146,8 @@ def computes_in_float32(dtype: torch.dtype, device: torch.device) -> bool:
 
 def halfstep_adamw(settings: Settings, weights: str) -> MakeOptimizer:
     """Return a maker of `halfstep.AdamW` with ``weights``, and the run's other arguments."""
-    return lambda params: halfstep.AdamW(params, lr=settings.lr, weights=weights, moments=settings.moments)
+    kept = {"weights": weights, "moments": settings.moments, "seed": settings.seed}
+    return lambda params: halfstep.AdamW(params, lr=settings.lr, **kept)
 
 
 def _tensors(state: Any) -> Iterable[Tensor]:

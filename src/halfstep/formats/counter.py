@@ -41,7 +41,7 @@ def random_bits(index, key, fold):
     It is lowbias32 with half of the key before and half amid it: with both before, a stream would be another one in
     another order.
     """
-    x = index ^ key
+    x = to_i32(index ^ key)
     return finished(to_i32((x ^ ((x >> 16) & 0xFFFF)) * FIRST + fold))
 
 
