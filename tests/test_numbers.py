@@ -1,21 +1,15 @@
-"""P02, P03, P05, P06, P09: what comes out of many steps."""
+"""P02, P03, P05, P09: what comes out of many steps. P06 is in test_updates.py, P07 in test_averages.py."""
 
-import itertools
-import math
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 import halfstep
-from halfstep import backends
-from halfstep.contracts import Job, Plan
-from halfstep.formats import FLOAT32, WEIGHTS
-from halfstep.rules.adam import ADAM
-from harness import MOMENT_FORMATS, assert_same
+from chance import mean_bound
+from halfstep.formats import MOMENTS, WEIGHTS
+from harness import assert_same
 
 ULP = 2.0**-23  # float32's, at 1
 EXACT = ("split16", "master32")
@@ -33,31 +27,50 @@ def feed(p: torch.nn.Parameter, grad: Tensor) -> None:
     p.grad = grad.clone()
 
 
+def unit(weights: str, dtype: torch.dtype, at: Tensor | float) -> Tensor:
+    """How far apart the numbers are that a format can hold at these sizes: the most that one store moves a weight."""
+    extra = {"rounded": 0, "stochastic": 0, "split8": 8}.get(weights)
+    if extra is None:
+        return torch.zeros_like(torch.as_tensor(at, dtype=torch.float64))
+    exponent = torch.frexp(torch.as_tensor(at, dtype=torch.float64).abs()).exponent - 1
+    return torch.finfo(dtype).eps / 2**extra * torch.exp2(exponent.clamp(min=-14).double())
+
+
 # ---------------------------------------------------------------------- P02
 
+TINY = (0.0, 2.0**-24, -(2.0**-24), 1e-30)
 
+
+@pytest.mark.parametrize("moments", MOMENTS)
 @pytest.mark.parametrize("weights", WEIGHTS)
-@pytest.mark.parametrize("gradient", [0.0, 2.0**-24, -(2.0**-24), 1e-30])
-def test_p02_zero_and_tiny_gradients_give_no_nan(
-    half: torch.dtype, backend: str, weights: str, gradient: float
-) -> None:
-    start = torch.randn(8, 64)
+def test_p02_zero_and_tiny_gradients_give_no_nan(half: torch.dtype, backend: str, weights: str, moments: str) -> None:
+    start = torch.randn(64, 128)  # large enough for blocks
     p = param(start, half)
     before = p.detach().clone()
-    optimizer = halfstep.AdamW([p], lr=1e-3, eps=1e-8, weight_decay=0.0, weights=weights, backend=backend)
-    grad = torch.randn(8, 64).to(half)
-    grad[3] = gradient
+    optimizer = halfstep.AdamW(
+        [p], lr=1e-3, eps=1e-8, weight_decay=0.0, weights=weights, moments=moments, backend=backend
+    )
+    grad = torch.randn(64, 128).to(half)
+    for row, gradient in enumerate(TINY):
+        grad[row] = gradient
+    grad[4, ::2] = 0.0  # beside others in its blocks
     for _ in range(20):
         p.grad = grad.clone()
         optimizer.step()
+    if moments == "block8":
+        assert optimizer.state[p]["exp_avg_sq_exponent"].shape == (64, 1)
     weight = optimizer.float32_weight(p)
     assert weight.isfinite().all()
-    assert not torch.equal(p[0], before[0])
-    if grad[3].count_nonzero() == 0:
-        assert_same(p[3].detach(), before[3])
-        assert_same(weight[3], before[3].float())
-    # |update| <= lr for a gradient that never changes, whatever its size
-    assert (weight[3] - before[3].float()).abs().max() <= 20 * 1e-3 * (1 + 1e-3)
+    assert not torch.equal(p[5], before[5])
+    still = grad == 0
+    assert int(still.sum()) >= 128 + 64
+    assert_same(p.detach()[still], before[still])
+    assert_same(weight[still], before.float()[still])
+    # |update| <= lr for a gradient that never changes, whatever its size; where moments are rounded Adam's own bound of
+    # 7.27 lr, of which blocks may take 1.5; and what the stores add
+    most = 1e-3 * (1 + 1e-3 if moments == "float32" else 1.5 * 7.27)
+    moved = (weight.double() - before.double()).abs()[: len(TINY)]
+    assert (moved <= 20 * (most + unit(weights, half, before[: len(TINY)].double().abs() + 20 * most))).all()
 
 
 # ---------------------------------------------------------------------- P03
@@ -66,23 +79,35 @@ def test_p02_zero_and_tiny_gradients_give_no_nan(
 @pytest.mark.parametrize("weights", KEEPING)
 @pytest.mark.parametrize(("lr", "target"), [(1e-4, 0.98), (7e-6, 0.9986)])
 def test_p03_small_updates_add_up(half: torch.dtype, backend: str, weights: str, lr: float, target: float) -> None:
-    p = param(torch.ones(100), half)
+    n = 100 if weights in EXACT else 2**14
+    p = param(torch.ones(n), half)
     optimizer = halfstep.AdamW([p], lr=lr, weight_decay=0.0, weights=weights, backend=backend)
     for _ in range(200):
-        p.grad = torch.ones(100, dtype=half)
+        p.grad = torch.ones(n, dtype=half)
         optimizer.step()
     # a constant gradient of 1 moves by lr / (1 + eps) a step; each step rounds the weight and the update, a float32 ulp
     # of 1 at most between them, and the moments' own roundings change the update by less than 1e-4 of it
     bound = 200 * (ULP + lr * 1e-4)
-    assert (optimizer.float32_weight(p) - target).abs().max() <= bound
-    # and the model sees the nearest 16-bit number
-    assert (p.float() - target).abs().max() <= bound + torch.finfo(half).eps / 2
+    weight = optimizer.float32_weight(p)
+    if weights in EXACT:
+        assert (weight - target).abs().max() <= bound
+        # and the model sees the nearest 16-bit number
+        assert (p.float() - target).abs().max() <= bound + torch.finfo(half).eps / 2
+        return
+    # In the mean: a step of d between two numbers a unit apart has a variance of at most min(d * unit, unit**2 / 4).
+    # 16 comparisons at ALARM, 2e-8 in all. The bound is less than a sixth of the way.
+    step = float(unit(weights, half, 0.9))
+    chance = mean_bound(200 * min(lr * step, step**2 / 4), step, n)
+    assert bound + chance <= (1 - target) / 6
+    assert abs(float(weight.double().mean()) - target) <= bound + chance
+    assert ((p.double() - weight.double()).abs() <= torch.finfo(half).eps / 2).all()
 
 
 @pytest.mark.parametrize("weights", KEEPING)
 @pytest.mark.parametrize("product", [2.0**-22, 2.0**-20, 1e-5])
 def test_p03_weight_decay_alone_follows_float32(half: torch.dtype, backend: str, weights: str, product: float) -> None:
-    start = torch.rand(256).add(0.5).to(half)
+    n = 256 if weights in EXACT else 2**17 if backend == "cpu" else 2**13
+    start = torch.rand(n).add(0.5).to(half)
     p, reference = param(start, half), param(start.float(), torch.float32)
     options: dict[str, Any] = {"lr": product, "weight_decay": 1.0, "backend": backend}
     a, b = halfstep.AdamW([p], weights=weights, **options), halfstep.AdamW([reference], **options)
@@ -90,11 +115,22 @@ def test_p03_weight_decay_alone_follows_float32(half: torch.dtype, backend: str,
         p.grad, reference.grad = torch.zeros_like(p), torch.zeros_like(reference)
         a.step()
         b.step()
-    assert_same(a.float32_weight(p), reference.detach())
     # (1 - product)**300: each step rounds the factor by half an ulp below 1, and the weight by half of its own
     want = start.double() * (1 - product) ** 300
-    assert ((reference - want).abs() <= 300 * (ULP / 4 + ULP / 2) * start.double()).all()
+    bound = 300 * (ULP / 4 + ULP / 2) * start.double()
+    assert ((reference - want).abs() <= bound).all()
     assert (reference < start).all()
+    weight = a.float32_weight(p)
+    if weights in EXACT:
+        assert_same(weight, reference.detach())
+        return
+    # in the mean, as above: steps of at most 1.5 * product, the units those of 1 to 2; 24 comparisons at ALARM
+    step = float(unit(weights, half, 1.5))
+    chance = mean_bound(300 * min(1.5 * product * step, step**2 / 4), step, n)
+    off = float((weight.double() - want).mean())
+    assert abs(off) <= float(bound.mean()) + chance
+    if backend == "cpu":  # where so many weights are decayed that standing still would be seen
+        assert float(bound.mean()) + chance < float((start.double() - want).mean())
 
 
 def test_rounded_loses_what_its_docstring_says(half: torch.dtype, backend: str) -> None:
@@ -208,86 +244,6 @@ def test_p05_a_step_is_within_a_few_ulps_of_torch(backend: str) -> None:
 def assert_within_ulps(a: Tensor, b: Tensor, at: float) -> None:
     # each step rounds at magnitude `at` four times in either, and errors shrink by beta1 = 0.9
     assert (a - b).abs().max() <= 2 * 4 * at * ULP / 2 / (1 - 0.9)
-
-
-# ---------------------------------------------------------------------- P06
-
-
-def adams_bound(beta1: float, beta2: float) -> float:
-    """Adam's own bound on |update| / lr, by Cauchy and Schwarz, where beta1**2 < beta2."""
-    return (1 - beta1) / math.sqrt(1 - beta2) / math.sqrt(1 - beta1**2 / beta2)
-
-
-def updates(grads: list[Tensor], beta1: float, beta2: float, moments: str, backend: str) -> Tensor:
-    """|update| / lr of every step before the weight is stored: each starts from a float32 weight of 0, at lr 1."""
-    group = {"lr": 1.0, "betas": (beta1, beta2), "eps": 1e-30, "weight_decay": 0.0, "optimized_update": False}
-    group |= {"decoupled_weight_decay": True, "absolute_weight_decay": False}
-    format = MOMENT_FORMATS[moments]
-    plan = Plan(ADAM, FLOAT32, (format, format), FLOAT32, torch.device("cpu"))
-    kernel = backends.kernel(plan, backend)
-    shape = grads[0].shape
-    state = tuple(torch.zeros(shape, dtype=part.dtype) for _ in range(2) for part in format.parts)
-    found = []
-    for step, grad in enumerate(grads, start=1):
-        weight = torch.zeros(shape)
-        kernel([Job(weight, grad, state, (1.0, *ADAM.scalars(group, step)))])
-        found.append(weight.abs())
-    return torch.stack(found)
-
-
-# The moments' roundings change an update by at most a part in 2.5e-3 / 1e4 * steps < 1e-3 of itself (derived for P05),
-# bias corrections and the quotient by a few u.
-FACTOR = 1 + 2e-3
-
-
-def streams() -> dict[str, list[Tensor]]:
-    """Gradients that have made such updates explode."""
-    generator = torch.Generator().manual_seed(6)
-
-    def randn() -> Tensor:
-        return torch.randn(4, 256, generator=generator)
-
-    far = torch.where(torch.arange(256) % 2 == 0, 1.0, 1e-5)
-    signs = [1.0 if k < 100 else -1.0 for k in range(200)]
-    return {
-        "neighbours 1e5 apart": [randn() * far for _ in range(200)],
-        "1e-12 to 1e12": [
-            10.0 ** (torch.rand(4, 256, generator=generator) * 24 - 12) * randn().sign() for _ in range(200)
-        ],
-        "often exactly 0": [randn() * (torch.rand(4, 256, generator=generator) < 0.05) for _ in range(200)],
-        "turning": [torch.full((4, 256), sign) for sign in signs],
-        # equality in Cauchy and Schwarz: each gradient is beta2 / beta1 times the one before it
-        "adversarial": [torch.full((4, 256), 1e15 * (0.9 / 0.999) ** (250 - k)) for k in range(250)],
-    }
-
-
-@pytest.mark.parametrize("moments", [name for name in MOMENT_FORMATS if name != "block8"])
-@pytest.mark.parametrize("stream", streams())
-def test_p06_no_update_explodes(stream: str, moments: str, backend: str) -> None:
-    found = updates(streams()[stream], 0.9, 0.999, moments, backend)
-    assert found.isfinite().all()
-    assert found.max() <= FACTOR * adams_bound(0.9, 0.999)
-
-
-def test_p06_the_adversarial_stream_comes_near_the_bound(backend: str) -> None:
-    # so that the bound is tested and not a larger one; 250 steps leave the bias correction of v at 0.47
-    grads = streams()["adversarial"]
-    found = updates(grads, 0.9, 0.999, "float32", backend)
-    reached = (1 - 0.9) / math.sqrt(1 - 0.999) / math.sqrt(1 - 0.81 / 0.999) * math.sqrt(1 - 0.999**250)
-    assert found.max() >= 0.99 * reached
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    st.lists(st.floats(-(2.0**40), 2.0**40, width=32, allow_subnormal=False), min_size=1, max_size=60),
-    st.sampled_from([(0.9, 0.999), (0.95, 0.9999), (0.9, 0.95), (0.0, 0.99)]),
-)
-def test_p06_no_stream_of_gradients_makes_an_update_explode(stream: list[float], betas: tuple[float, float]) -> None:
-    grads = [torch.tensor([g if g == 0 or abs(g) > 1e-12 else 0.0]) for g in stream]
-    for moments, backend in itertools.product((m for m in MOMENT_FORMATS if m != "block8"), ("cpu", "eager")):
-        found = updates(grads, *betas, moments, backend)
-        assert found.isfinite().all()
-        assert found.max() <= FACTOR * max(1.0, adams_bound(*betas))
 
 
 # ---------------------------------------------------------------------- P09

@@ -10,7 +10,7 @@ from torch import Tensor
 from halfstep import primitives
 from halfstep.backends.pieces import part_shape, put_back, rows, spans, taken
 from halfstep.contracts import BLOCK, NOWHERE, Backend, Counter, Format, Job, Kernel, Part, Plan
-from halfstep.formats.counter import first_half, folded, random_bits, second_half, stream_key
+from halfstep.formats.counter import first_half, keyed, random_bits, second_half, stream_key
 
 #: Elements computed at a time. A step holds fewer than 30 temporaries of 4 bytes each, two of them 8: under 32 MiB.
 PIECE = 2**18
@@ -131,8 +131,8 @@ class _Span:
         numbers = (counter.seed, counter.seed >> 32, counter.stream, counter.step)
         key, fold = _stream_key(*map(_low, numbers), use // 2)
         index = torch.arange(counter.start + self.start, counter.start + self.stop, device=self.device)
-        fold = bind(folded)(fold, (index >> 32).to(torch.int32))
-        return bind(second_half if use % 2 else first_half)(bind(random_bits)(index.to(torch.int32), key, fold))
+        words = (bind(keyed)(half, (index >> 32).to(torch.int32)) for half in (key, fold))
+        return bind(second_half if use % 2 else first_half)(bind(random_bits)(index.to(torch.int32), *words))
 
 
 @torch.no_grad()

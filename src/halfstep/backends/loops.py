@@ -14,7 +14,7 @@ from numba.extending import intrinsic
 
 from halfstep import primitives
 from halfstep.contracts import BLOCK, Plan
-from halfstep.formats.counter import first_half, folded, random_bits, second_half, stream_key
+from halfstep.formats.counter import first_half, keyed, random_bits, second_half, stream_key
 
 _jit = functools.partial(numba.njit, nogil=True, error_model="numpy")  # no fastmath: nothing contracts into an FMA
 
@@ -158,7 +158,7 @@ class _Source:
         }
         self.names |= {number.__name__: number for number in self.types}
         self.names |= {"load_grad": bind(plan.grad.load), "update": bind(plan.rule.update)}
-        self.names |= {f.__name__: bind(f) for f in (stream_key, folded, random_bits, first_half, second_half)}
+        self.names |= {f.__name__: bind(f) for f in (stream_key, keyed, random_bits, first_half, second_half)}
         #: parts that are written only once a block's largest is known
         self.later: list[int] = []
         self.body, self.stores = self._element(plan)
@@ -225,10 +225,11 @@ class _Source:
             results=", ".join(["saturated", *largest]),
         )
         walk = {
-            "keys": _lines((f"key{n}, bare{n} = stream_key({words}, {n})" for n in self.pairs), 8),
+            "keys": _lines((f"base{n}, bare{n} = stream_key({words}, {n})" for n in self.pairs), 8),
             "passed": ", ".join(arguments.values()),
         }
-        folds = [f"fold{n} = folded(bare{n}, int32(index >> 32))" for n in self.pairs]
+        high = "int32(index >> 32)"
+        folds = [f"key{n}, fold{n} = keyed(base{n}, {high}), keyed(bare{n}, {high})" for n in self.pairs]
         if not self.shared:
             return loop + _RUNS.format(folds=_lines(folds, 12), **walk)
         handed = {f"p{k}": self._slice(k, "start", "whole") for k in self.later}

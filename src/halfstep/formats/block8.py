@@ -4,6 +4,10 @@ A value's float32 bits plus random ones, $r$, are what is kept, cut. A block's e
 $e = \max(\lfloor\max r / 2^{23}\rfloor - 15, 0)$, a code $\lfloor r / 2^{23-k} \rfloor - 2^k e$: 4 bits of exponent,
 $k$ of mantissa, a slice of float32's own. The exponent is taken behind the rounding: otherwise the largest value of a
 block could not grow past it. NaN and infinity take their block with them.
+
+Under a block's range averages go wrong. A first moment that became 0 there would stay 0, since a step offers it but
+$(1-\beta)\,g$; so its lowest codes count from 0 on, and it is right in the mean however small. A second moment is a
+divisor: 0 beside a first that lives on makes an update explode, so what is positive becomes the least code.
 """
 
 import torch
@@ -13,6 +17,8 @@ from halfstep.formats.plain import INFINITY, MAGNITUDE, NAN, SIGN
 from halfstep.formats.stochastic import settled, sign_of
 from halfstep.primitives import bits, from_bits, select, sqrt, to_i32
 
+#: Multiplied by the golden ratio, numbers in a row are spread evenly over the top bits: chance for a second rounding.
+APART = 0x9E3779B9 - 2**32
 #: The bits of 2**64, below which the root of a second moment stays, so that its square is finite.
 ROOTS_END = 0x5F800000
 
@@ -33,15 +39,22 @@ def measure_signed(value, random):
 def store_signed(kept, largest):
     exponent = exponent_of(largest)
     code = (kept >> 20) - to_i32(exponent << 3)
-    # what lies below the block's range is 0
-    code = select(code < 0, 0, code)
+    # The lowest exponent is no exponent: its codes count eighths of the one above, from 0 on. Chance rounds once more.
+    down = -1 * (code >> 3)
+    down = select(down < 0, 0, select(down > 31, 31, down))
+    count = to_i32(((code & 7) | 8) << 8) >> down
+    count = select(kept < 0x00800000, 0, count)
+    low = (count + ((to_i32((kept >> 4) * APART) >> 23) & 511)) >> 9
+    code = select(code < 8, low, code)
     return code | to_i32((kept & 1) << 7), exponent
 
 
 def load_signed(code, exponent):
-    magnitude = code & 127
-    b = select(magnitude == 0, 0, to_i32((magnitude + to_i32(exponent << 3)) << 20))
-    return from_bits(b | (code & SIGN))
+    count = code & 127
+    start = to_i32(exponent << 3)
+    low = from_bits(to_i32((start + count + 8) << 20)) - from_bits(to_i32((start + 8) << 20))
+    magnitude = select(count < 8, low, from_bits(to_i32((start + count) << 20)))
+    return from_bits(bits(magnitude) | (code & SIGN))
 
 
 def measure_square(value, random):
@@ -68,7 +81,7 @@ _EXPONENT = Part("exponent", torch.uint8, shared=True)
 SIGNED = Format(
     "block8", (Part("code", torch.int8), _EXPONENT), load_signed, store_signed, measure=measure_signed, random=True
 )
-"""Sign, 4 bits of exponent and 3 of mantissa; under $2^{-14.8}$ of the block's largest, 0."""
+"""Sign, 4 bits of exponent and 3 of mantissa; under $2^{-14}$ of the block's largest, counts of $2^{-17}$."""
 
 SQUARE = Format(
     "block8", (Part("code", torch.uint8), _EXPONENT), load_square, store_square, measure=measure_square, random=True

@@ -23,23 +23,24 @@ def finished(x):
     return x ^ ((x >> 16) & 0xFFFF)
 
 
+def keyed(key, number):
+    return scrambled(to_i32(key + number))
+
+
 def stream_key(seed_low, seed_high, stream, step, use):
-    """The 64 bits that key the stream of a pair of uses, as two integers."""
-    key = scrambled(to_i32(scrambled(to_i32(scrambled(seed_low) + stream)) + step))
-    fold = scrambled(to_i32(scrambled(to_i32(scrambled(seed_high ^ APART) + stream)) + step))
-    return scrambled(to_i32(key + use)), scrambled(to_i32(fold + use))
-
-
-def folded(fold, high):
-    """The key's second half for an element whose index is ``high`` times 2**32 and more."""
-    return scrambled(to_i32(fold + high))
+    """The 64 bits that key the stream of a pair of uses, as two integers that each depend on all."""
+    key = keyed(keyed(keyed(keyed(scrambled(seed_low), seed_high), stream), step), use)
+    fold = keyed(keyed(keyed(keyed(scrambled(seed_high ^ APART), seed_low), stream), step), use)
+    return key, fold
 
 
 def random_bits(index, key, fold):
     """32 random bits, 16 for each use of a pair, for the element with these low 32 bits of its index.
 
-    It is lowbias32 with half of the key before and half amid it: with both before, a stream would be another one in
-    another order.
+    Where the index has more than 32 bits, both halves of the key are ``keyed`` by the high ones. It is lowbias32 with
+    half of the key before and half amid it. Two streams are the same words in two orders: neighbours of one may be
+    neighbours in the other, and two runs of $n$ elements share some with a chance of about $2n / 2^{32}$, but what
+    rounds an element twice has nothing in common.
     """
     x = to_i32(index ^ key)
     return finished(to_i32((x ^ ((x >> 16) & 0xFFFF)) * FIRST + fold))
