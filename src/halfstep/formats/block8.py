@@ -13,12 +13,11 @@ divisor: 0 beside a first that lives on makes an update explode, so what is posi
 import torch
 
 from halfstep.contracts import Format, Part
+from halfstep.formats.counter import GOLDEN
 from halfstep.formats.plain import INFINITY, MAGNITUDE, NAN, SIGN
 from halfstep.formats.stochastic import settled, sign_of
 from halfstep.primitives import bits, from_bits, select, sqrt, to_i32
 
-#: Multiplied by the golden ratio, numbers in a row are spread evenly over the top bits: chance for a second rounding.
-APART = 0x9E3779B9 - 2**32
 #: The bits of 2**64, below which the root of a second moment stays, so that its square is finite.
 ROOTS_END = 0x5F800000
 
@@ -39,12 +38,13 @@ def measure_signed(value, random):
 def store_signed(kept, largest):
     exponent = exponent_of(largest)
     code = (kept >> 20) - to_i32(exponent << 3)
-    # The lowest exponent is no exponent: its codes count eighths of the one above, from 0 on. Chance rounds once more.
+    # The lowest exponent is no exponent: its codes count eighths of the one above, from 0 on. Chance rounds once more,
+    # and is evenly spread whatever the first rounding did, as multiples of the golden ratio are.
     down = -1 * (code >> 3)
     down = select(down < 0, 0, select(down > 31, 31, down))
     count = to_i32(((code & 7) | 8) << 8) >> down
     count = select(kept < 0x00800000, 0, count)
-    low = (count + ((to_i32((kept >> 4) * APART) >> 23) & 511)) >> 9
+    low = (count + ((to_i32((kept >> 4) * GOLDEN) >> 23) & 511)) >> 9
     code = select(code < 8, low, code)
     return code | to_i32((kept & 1) << 7), exponent
 

@@ -9,8 +9,9 @@ from halfstep.primitives import to_i32
 #: The multipliers of lowbias32 (Chris Wellons, "Prospecting for Hash Functions", 2018), as signed integers.
 FIRST = 0x7FEB352D
 SECOND = 0x846CA68B - 2**32
-#: Keeps the two halves of a key apart where those of the seed are equal: the fractional bits of the golden ratio.
-APART = 0x9E3779B9 - 2**32
+#: The first 32 fractional bits of the golden ratio. Here it keeps two halves of a key apart where those of a seed are
+#: equal.
+GOLDEN = 0x9E3779B9 - 2**32
 
 
 def scrambled(x):
@@ -30,7 +31,7 @@ def keyed(key, number):
 def stream_key(seed_low, seed_high, stream, step, use):
     """The 64 bits that key the stream of a pair of uses, as two integers that each depend on all."""
     key = keyed(keyed(keyed(keyed(scrambled(seed_low), seed_high), stream), step), use)
-    fold = keyed(keyed(keyed(keyed(scrambled(seed_high ^ APART), seed_low), stream), step), use)
+    fold = keyed(keyed(keyed(keyed(scrambled(seed_high ^ GOLDEN), seed_low), stream), step), use)
     return key, fold
 
 
