@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from halfstep.cli.files import write_atomically, write_text
 from quality_tasks import Task
@@ -224,6 +225,7 @@ def _panel(axes: Any, task: str, rows: Sequence[Row], names: Sequence[str]) -> N
         if len(inside) < len(row.differences):
             _outside(axes, row, y, limit, colour)
     axes.set_xlim(-limit, limit)
+    axes.xaxis.set_major_locator(MaxNLocator(5))
     axes.set_ylim(-0.6, len(names) - 0.4)
     axes.invert_yaxis()
     axes.set_title(task)

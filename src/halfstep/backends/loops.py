@@ -9,7 +9,7 @@ import numba
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import carray, types  # pyright: ignore[reportPrivateImportUsage]
+from numba import types  # pyright: ignore[reportPrivateImportUsage]
 from numba.extending import intrinsic
 
 from halfstep import primitives
@@ -33,7 +33,19 @@ _bits = _intrinsic(types.int32, types.float32, lambda b, x: b.bitcast(x, _I32))
 _float = _intrinsic(types.float32, types.int32, lambda b, x: b.bitcast(x, _FLOAT))
 _widen = _intrinsic(types.float32, types.int32, lambda b, x: b.fpext(b.bitcast(b.trunc(x, _I16), _HALF), _FLOAT))
 _narrow = _intrinsic(types.int32, types.float32, lambda b, x: b.sext(b.bitcast(b.fptrunc(x, _HALF), _I16), _I32))
-_pointer = _intrinsic(types.voidptr, types.int64, lambda b, x: b.inttoptr(x, ir.IntType(8).as_pointer()))
+
+
+@intrinsic
+def _select(_context: Any, condition: types.Type, a: types.Type, b: types.Type) -> Any:
+    """An instruction and no branch; of integers the low 32 bits, since Numba's constants have 64, and would spread."""
+    seen = types.int32 if isinstance(a, types.Integer) and isinstance(b, types.Integer) else types.float32
+
+    def code(context, builder, signature, values):
+        chosen = (context.cast(builder, v, t, seen) for v, t in zip(values[1:], signature.args[1:], strict=True))
+        return builder.select(context.cast(builder, values[0], signature.args[0], types.boolean), *chosen)
+
+    return seen(condition, a, b), code
+
 
 WORDS: dict[str, Callable[..., Any]] = {
     "sqrt": _jit(lambda x: math.sqrt(x)),
@@ -42,7 +54,7 @@ WORDS: dict[str, Callable[..., Any]] = {
     "from_bits": _jit(lambda b: _float(np.int32(b))),
     "to_i32": _jit(lambda b: np.int32(b)),
     "to_f32": _jit(lambda b: np.float32(b)),
-    "select": _jit(lambda condition, a, b: a if condition else b),
+    "select": _select,
     "widen_f16": _jit(lambda half: _widen(np.int32(half))),
     "narrow_f16": _narrow,
 }
@@ -55,12 +67,12 @@ def bind(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # Plans differ in the number of their parts, so a plan's loop is written out from this text: an element's parts are
-# read, passed through load, update and store, and written back. `kernel` slices and `loop` counts from 0, because with
-# offsets inside the loop LLVM does not vectorise it, and with a 64-bit count it takes 2 elements at a time, not 8.
+# read, passed through load, update and store, and written back.
 _LOOP = """
-def loop({arguments}):
+def loop(size, {arguments}):
+    wide()
     {start}
-    for i in range(p0.size):
+    for i in range(size):
         {body}
     return {results}
 """
@@ -69,6 +81,7 @@ def loop({arguments}):
 # a part of the key.
 _RUNS = """
 def kernel(addresses, offsets, numbers, scalars, tensor, begin, end, saturated):
+    wide()
     while begin < end:
         {keys}
         stop = min(end, offsets[tensor + 1])
@@ -77,7 +90,7 @@ def kernel(addresses, offsets, numbers, scalars, tensor, begin, end, saturated):
             index = numbers[tensor, 3] + first
             size = min(stop - begin, 2**30, 2**32 - (index & 0xFFFFFFFF))
             {folds}
-            saturated[tensor] += loop({passed})
+            saturated[tensor] += loop(size, {passed})
             begin += size
         tensor += 1
 """
@@ -86,6 +99,7 @@ def kernel(addresses, offsets, numbers, scalars, tensor, begin, end, saturated):
 # there through store once the largest is known.
 _BLOCKS = """
 def keep(size, {kept}):
+    wide()
     {unset}
     for i in range(size):
         {stores}
@@ -93,15 +107,17 @@ def keep(size, {kept}):
 
 
 def kernel(addresses, offsets, numbers, scalars, tensor, begin, end, saturated):
-    {buffers}
+    wide()
+    buffers = empty((PARTS, BLOCK), int32)
+    buffer = buffers.ctypes.data
     while begin < end:
         {keys}
         stop = min(end, offsets[tensor + 1])
         length = numbers[tensor, 4]
         blocks = (length + BLOCK - 1) // BLOCK
+        row = (begin - offsets[tensor]) // blocks
+        place = (begin - offsets[tensor] - row * blocks) * BLOCK
         for block in range(begin - offsets[tensor], stop - offsets[tensor]):
-            row = block // blocks
-            place = (block - row * blocks) * BLOCK
             start, whole, done = row * length + place, min(BLOCK, length - place), 0
             {unknown}
             while done < whole:
@@ -109,15 +125,70 @@ def kernel(addresses, offsets, numbers, scalars, tensor, begin, end, saturated):
                 index = numbers[tensor, 3] + first
                 size = min(whole - done, 2**32 - (index & 0xFFFFFFFF))
                 {folds}
-                counted, {found} = loop({passed})
+                counted, {found} = loop(size, {passed})
                 saturated[tensor] += counted
                 {grown}
                 done += size
             {entries}, = keep(whole, {handed})
             {written}
+            place += BLOCK
+            if place >= length:
+                row, place = row + 1, 0
         begin = stop
         tensor += 1
+    return buffers[0, 0]
 """
+
+
+def _wide(context: Any) -> Any:
+    """Ask LLVM for vectors as wide as the CPU has, in the function that calls this; by itself it stays at 256 bits."""
+
+    def code(_context, builder, _signature, _values):
+        # llvmlite's own add() knows no attribute with a value
+        set.add(builder.function.attributes, '"prefer-vector-width"="512"')
+        return _context.get_dummy_value()
+
+    return types.void(), code
+
+
+def _accesses(number: type[np.number], scope: int, scopes: int) -> tuple[Any, Any]:
+    """Functions that read and write element ``i`` behind an address: float32 as it is, integers as int32.
+
+    To LLVM the memory of one scope is never that of another, so that it need not look where two overlap.
+    """
+    seen = types.float32 if number is np.float32 else types.int32
+    kept = _FLOAT if number is np.float32 else ir.IntType(8 * np.dtype(number).itemsize)
+    widen = "zext" if np.issubdtype(number, np.unsignedinteger) else "sext"
+
+    def place(builder, address, i):
+        return builder.gep(builder.inttoptr(address, kept.as_pointer()), [i])
+
+    def alone(builder, instruction):
+        module = builder.module
+        domain = module.add_metadata([ir.MetaDataString(module, "halfstep")])
+        all_ = [module.add_metadata([ir.MetaDataString(module, f"halfstep.{k}"), domain]) for k in range(scopes)]
+        instruction.set_metadata("alias.scope", module.add_metadata([all_[scope]]))
+        instruction.set_metadata("noalias", module.add_metadata([*all_[:scope], *all_[scope + 1 :]]))
+        return instruction
+
+    def reading(_context, _address, _i):
+        def code(_context, builder, _signature, values):
+            value = alone(builder, builder.load(place(builder, *values)))
+            return value if kept in (_FLOAT, _I32) else getattr(builder, widen)(value, _I32)
+
+        return seen(types.int64, types.int64), code
+
+    def writing(_context, _address, _i, _value):
+        def code(_context, builder, _signature, values):
+            address, i, value = values
+            value = value if kept in (_FLOAT, _I32) else builder.trunc(value, kept)
+            alone(builder, builder.store(value, place(builder, address, i)))
+            return _context.get_dummy_value()
+
+        return types.void(types.int64, types.int64, seen), code
+
+    return intrinsic(reading), intrinsic(writing)
+
 
 _BITS = {2: np.int16, 4: np.int32}
 
@@ -136,8 +207,9 @@ def _lines(lines: Iterable[str], depth: int) -> str:
 class _Source:
     """The text of a plan's loops, and the names it uses.
 
-    ``pK`` is a part's array, ``eK`` the entry of a shared part for the block, ``vJ`` a format's value, ``mJ`` what is
-    measured of it, ``lJ`` the largest in the block, ``cN`` a scalar, ``keyN`` and ``foldN`` the key of a pair of uses.
+    ``pK`` is a part's address, ``eK`` the entry of a shared part for the block, ``vJ`` a format's value, ``mJ`` where
+    what is measured of it is kept, ``lJ`` the largest in the block, ``cN`` a scalar, ``keyN`` and ``foldN`` the key of
+    a pair of uses.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -149,14 +221,13 @@ class _Source:
         self.pairs = range((max((use for use in plan.uses if use is not None), default=-1) + 2) // 2)
         # the rule's scalars are the arguments of its update that are nothing else; the gradient's factor comes first
         self.scalars = range(plan.rule.update.__code__.co_argcount - 1 - len(plan.moments))
-        self.names: dict[str, Any] = {
-            "pointer": _pointer,
-            "carray": carray,
-            "empty": np.empty,
-            "BLOCK": BLOCK,
-            "int32": np.int32,
-        }
-        self.names |= {number.__name__: number for number in self.types}
+        self.names: dict[str, Any] = {"empty": np.empty, "BLOCK": BLOCK, "int32": np.int32, "float32": np.float32}
+        self.names |= {"PARTS": len(self.parts), "wide": intrinsic(_wide)}
+        scopes = len(self.parts) + len(self.measured)
+        for k, number in enumerate(self.types):
+            self.names[f"read{k}"], self.names[f"write{k}"] = _accesses(number, k, scopes)
+        for k, j in enumerate(self.measured, start=len(self.parts)):
+            self.names[f"recall{j}"], self.names[f"note{j}"] = _accesses(np.int32, k, scopes)
         self.names |= {"load_grad": bind(plan.grad.load), "update": bind(plan.rule.update)}
         self.names |= {f.__name__: bind(f) for f in (stream_key, keyed, random_bits, first_half, second_half)}
         #: parts that are written only once a block's largest is known
@@ -178,12 +249,12 @@ class _Source:
                 value += f", r{j}"
             if format.measure:
                 self.names[f"measure{j}"] = bind(format.measure)
-                kept += [f"q{j} = int32(measure{j}({value}))", f"m{j}[i] = q{j}", f"l{j} = max(l{j}, q{j})"]
-                value = f"m{j}[i], l{j}"
+                kept += [f"q{j} = int32(measure{j}({value}))", f"note{j}(m{j}, i, q{j})", f"l{j} = max(l{j}, q{j})"]
+                value = f"recall{j}(m{j}, i), l{j}"
             own = [k for k in parts if not self.parts[k].shared]
             results = [f"s{k}" if k in own else f"e{k}" for k in parts]
             stored = [f"{', '.join(results)}, = store{j}({value})"]
-            stored += [f"p{k}[i] = {self.types[k].__name__}(s{k})" for k in own]
+            stored += [f"write{k}(p{k}, i, {self._cast(k)}(s{k}))" for k in own]
             if format.measure:
                 self.later += own
             (later if format.measure else kept).extend(stored)
@@ -198,23 +269,23 @@ class _Source:
         ]
         return [*loads, *step, *random, *kept], later
 
-    def _read(self, part: int) -> str:
-        if self.parts[part].shared:
-            return f"e{part}"
-        return f"p{part}[i]" if self.types[part] is np.float32 else f"int32(p{part}[i])"
+    def _cast(self, part: int) -> str:
+        return "float32" if self.types[part] is np.float32 else "int32"
 
-    def _slice(self, part: int, start: str, size: str) -> str:
-        """A run of a part's memory as an array."""
-        number = self.types[part]
-        address = f"addresses[tensor, {part}] + {start} * {np.dtype(number).itemsize}"
-        return f"carray(pointer({address}), {size}, {number.__name__})"
+    def _read(self, part: int) -> str:
+        return f"e{part}" if self.parts[part].shared else f"read{part}(p{part}, i)"
+
+    def _address(self, part: int, start: str) -> str:
+        """Where a run of a part begins."""
+        return f"addresses[tensor, {part}] + {start} * {np.dtype(self.types[part]).itemsize}"
 
     def text(self) -> str:
         """The source of ``kernel`` and of what it calls."""
         largest = [f"l{j}" for j in self.measured]
-        arguments = {f"p{k}": self._slice(k, "first", "size") for k in self.own}
-        arguments |= {f"e{k}": f"int32({self._slice(k, 'block', '1')}[0])" for k in self.shared}
-        arguments |= {f"m{j}": f"m{j}[done : done + size]" for j in self.measured}
+        buffer = {j: f"buffer + {4 * BLOCK * k}" for k, j in enumerate(self.measured)}
+        arguments = {f"p{k}": self._address(k, "first") for k in self.own}
+        arguments |= {f"e{k}": f"read{k}(addresses[tensor, {k}], block)" for k in self.shared}
+        arguments |= {f"m{j}": f"{buffer[j]} + 4 * done" for j in self.measured}
         arguments |= {f"c{k}": f"scalars[tensor, {k}]" for k in self.scalars}
         arguments |= {"at": "int32(index)"} | {name: name for n in self.pairs for name in (f"key{n}", f"fold{n}")}
         words = ", ".join(f"int32(numbers[tensor, {word})" for word in ("0]", "0] >> 32", "1]", "2]"))
@@ -229,24 +300,23 @@ class _Source:
             "passed": ", ".join(arguments.values()),
         }
         high = "int32(index >> 32)"
-        folds = [f"key{n}, fold{n} = keyed(base{n}, {high}), keyed(bare{n}, {high})" for n in self.pairs]
+        folds = [f"key{n}, fold{n} = int32(keyed(base{n}, {high})), int32(keyed(bare{n}, {high}))" for n in self.pairs]
         if not self.shared:
             return loop + _RUNS.format(folds=_lines(folds, 12), **walk)
-        handed = {f"p{k}": self._slice(k, "start", "whole") for k in self.later}
-        handed |= {name: name for j in self.measured for name in (f"m{j}", f"l{j}")}
-        entries = {k: self.types[k].__name__ for k in self.shared}
+        handed = {f"p{k}": self._address(k, "start") for k in self.later}
+        handed |= {f"m{j}": buffer[j] for j in self.measured} | {name: name for name in largest}
+        entries = self.shared
         return loop + _BLOCKS.format(
             kept=", ".join(handed),
             unset=_lines((f"e{k} = int32(0)" for k in entries), 4),
             stores=_lines(self.stores, 8),
             entries=", ".join(f"e{k}" for k in entries),
-            buffers=_lines((f"m{j} = empty(BLOCK, int32)" for j in self.measured), 4),
             unknown=_lines((f"{name} = int32(0)" for name in largest), 12),
             folds=_lines(folds, 16),
             found=", ".join(f"q{j}" for j in self.measured),
             grown=_lines((f"l{j} = max(l{j}, q{j})" for j in self.measured), 16),
             handed=", ".join(handed.values()),
-            written=_lines((f"{self._slice(k, 'block', '1')}[0] = {name}(e{k})" for k, name in entries.items()), 12),
+            written=_lines((f"write{k}(addresses[tensor, {k}], block, {self._cast(k)}(e{k}))" for k in entries), 12),
             **walk,
         )
 
@@ -265,5 +335,5 @@ def compile_plan(plan: Plan) -> Callable[..., None]:
         if name in names:
             names[name] = _jit(names[name])
     table, row = numba.int64[:, ::1], numba.int64[::1]
-    signature = numba.void(table, row, table, numba.float32[:, ::1], numba.int64, numba.int64, numba.int64, row)
-    return _jit(signature)(names["kernel"])
+    arguments = (table, row, table, numba.float32[:, ::1], numba.int64, numba.int64, numba.int64, row)
+    return _jit((numba.int32 if source.shared else numba.void)(*arguments))(names["kernel"])

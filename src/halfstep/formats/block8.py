@@ -23,7 +23,7 @@ ROOTS_END = 0x5F800000
 
 
 def exponent_of(largest):
-    exponent = (largest >> 23) - 15
+    exponent = to_i32((largest >> 23) - 15)
     return select(exponent < 0, 0, exponent)
 
 
@@ -37,14 +37,14 @@ def measure_signed(value, random):
 
 def store_signed(kept, largest):
     exponent = exponent_of(largest)
-    code = (kept >> 20) - to_i32(exponent << 3)
+    code = to_i32((kept >> 20) - to_i32(exponent << 3))
     # The lowest exponent is no exponent: its codes count eighths of the one above, from 0 on. Chance rounds once more,
     # and is evenly spread whatever the first rounding did, as multiples of the golden ratio are.
-    down = -1 * (code >> 3)
+    down = to_i32(-1 * (code >> 3))
     down = select(down < 0, 0, select(down > 31, 31, down))
     count = to_i32(((code & 7) | 8) << 8) >> down
     count = select(kept < 0x00800000, 0, count)
-    low = (count + ((to_i32((kept >> 4) * GOLDEN) >> 23) & 511)) >> 9
+    low = to_i32(count + ((to_i32((kept >> 4) * GOLDEN) >> 23) & 511)) >> 9
     code = select(code < 8, low, code)
     return code | to_i32((kept & 1) << 7), exponent
 
@@ -65,7 +65,7 @@ def measure_square(value, random):
 
 def store_square(kept, largest):
     exponent = exponent_of(largest)
-    code = (kept >> 19) - to_i32(exponent << 4)
+    code = to_i32((kept >> 19) - to_i32(exponent << 4))
     # Only 0 is 0. As a divisor, what lies below the block's range may be too large, but never nothing.
     code = select(code < 1, 1, code)
     return select(kept == 0, 0, code), exponent

@@ -83,14 +83,14 @@ def store_split_f16(weight):
 
 def joined8(param, remainder):
     """The units behind a param and its remainder; the remainder of a param that was written since may be any."""
-    count = to_i32((param & 0x7FFF) << 8) + remainder
+    count = to_i32(to_i32((param & 0x7FFF) << 8) + remainder)
     return select(count < 0, 0, count)
 
 
 def parted8(count, sign):
     remainder = to_i32(count << 24) >> 24
     # a remainder that rounds up carries into the param
-    return ((count - remainder) >> 8) | sign, remainder
+    return (to_i32(count - remainder) >> 8) | sign, remainder
 
 
 def load_split8_bf16(param, remainder):

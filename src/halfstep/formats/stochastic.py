@@ -33,7 +33,7 @@ def counted_bf16(magnitude, random, more):
 
     A bfloat16's units are its bits read as an integer: 1 more is the next number, across exponents too.
     """
-    return (magnitude + (random >> more)) >> (16 - more)
+    return to_i32(magnitude + (random >> more)) >> (16 - more)
 
 
 def counted_f16(magnitude, random, more):
@@ -42,11 +42,11 @@ def counted_f16(magnitude, random, more):
     Under 2**-14 a float16's units are all $2^{-24}$, so more bits are dropped; what lies below $2^{-40}$ is cut off.
     """
     exponent = magnitude >> 23
-    normal = (magnitude - REBASED + (random >> (more + 3))) >> (13 - more)
+    normal = to_i32(magnitude - REBASED + (random >> (more + 3))) >> (13 - more)
     down = select(exponent < 113, 113 - exponent, 0)
     down = select(down > 27, 27, down)
     fixed = to_i32(((magnitude & MANTISSA) | IMPLICIT) << 3) >> down
-    small = (fixed + (random >> more)) >> (16 - more)
+    small = to_i32(fixed + (random >> more)) >> (16 - more)
     return select(exponent < 113, small, normal)
 
 
