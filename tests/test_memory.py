@@ -21,7 +21,7 @@ backend = sys.argv[1]
 torch.set_num_threads(1)
 
 def make(size, layout, weights, moments, half):
-    param = torch.nn.Parameter(torch.zeros(2, size // 2, dtype=getattr(torch, half)))
+    param = torch.nn.Parameter(torch.zeros(64, size // 64, dtype=getattr(torch, half)))
     if layout == "transposed":
         param.data = param.data.t()
     param.grad = torch.zeros_like(param)
@@ -83,7 +83,7 @@ def test_p28_the_first_step_allocates_the_state_and_nothing_else_as_large_as_the
 ) -> None:
     # what is worked on at a time, at most 2**20 elements of 4 bytes, is less than half of the param
     size = 5 * 2**20
-    param = torch.nn.Parameter(torch.zeros(2, size // 2, dtype=half))
+    param = torch.nn.Parameter(torch.zeros(64, size // 64, dtype=half))
     if transposed:
         param.data = param.data.t()
     param.grad = torch.zeros_like(param)
