@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from halfstep.cli.gpt import GPT, Shape, loss_of
 from halfstep.cli.text import load_text
+from halfstep.cli.training import rising_and_falling
 
 MODULES = 16
 
@@ -60,12 +61,8 @@ class Task:
     wide_float16: bool = False
 
     def rate(self, step: int, steps: int) -> float:
-        """Return the rate of ``step``, counted from 1: it rises over a twentieth of the steps, then falls to the end.
-
-        Where it stays high to the end, the last loss is a draw: runs that differ in one rounding end 0.3 % apart.
-        """
-        warmup = max(1, steps // 20)
-        return self.lr * min(step / warmup, (steps + 1 - step) / max(1, steps - warmup))
+        """Return the rate of ``step``, counted from 1: it rises for a twentieth of the steps, then falls."""
+        return rising_and_falling(self.lr, max(1, steps // 20), steps)(step)
 
 
 def _chosen(seed: int, step: int, count: int, batch: int) -> list[int]:

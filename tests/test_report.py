@@ -11,7 +11,7 @@ from harness import plans
 from training import OPTIMIZERS, drive, gradients, make, members, params
 
 
-def test_explain_is_a_table_with_a_reason_for_each_exception(half: torch.dtype, backend: str) -> None:
+def test_p30_explain_is_a_table_with_a_reason_for_each_exception(half: torch.dtype, backend: str) -> None:
     groups = [
         {"params": [*params(half, [(64, 100), (7,), (9, 40), (200, 30)]), *params(torch.float32, [(2, 2)])]},
         {"params": params(half, [(5,)]), "weights": "rounded", "moments": "float32"},

@@ -119,6 +119,11 @@ class Plan:
         return (self.weight, *self.moments)
 
     @property
+    def in_blocks(self) -> bool:
+        """Whether neighbours share a part of what is kept, so that a row is worked on in whole blocks."""
+        return any(format.measure for format in self.formats)
+
+    @property
     def uses(self) -> tuple[int | None, ...]:
         """For each of `formats` the number of its stream of random bits, or None where it takes none."""
         numbers = itertools.count()

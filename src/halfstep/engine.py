@@ -314,11 +314,7 @@ class HalfOptimizer(torch.optim.Optimizer):
         lines: dict[Tensor, report.Line] = {}
         for index, group, name, param in self._named():
             slot = self._slot(group, name, param)
-            plan = self._plan(slot, param.dtype)
-            backend, reason = backends.choose(plan, group["backend"])
-            runs = f"{backend.name}: {backend.describe(plan)}{f' ({reason})' if reason else ''}"
-            line = report.Line(index, group, param, slot.rule, slot.weight, slot.moments, backend.name, runs)
-            lines.setdefault(param, line)
+            lines.setdefault(param, report.Line(index, group, param, self._plan(slot, param.dtype)))
         return list(lines.values())
 
     # ------------------------------------------------------------------ state

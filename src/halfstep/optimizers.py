@@ -36,7 +36,8 @@ class Adam(HalfOptimizer):
         ValueError, TypeError: an argument or a param is none of these.
 
     Exactness:
-        With "split16" (float16: from 2**-16 on) and "master32", bit for bit our own step on float32 params.
+        With "split16" (float16: from 2**-16 on) or "master32" and float32 moments, bit for bit our own step on float32
+        params.
     """
 
     rule = ADAM

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep import backends
 from halfstep.backends.pieces import part_shape
-from halfstep.contracts import Format, Part, Rule
+from halfstep.contracts import Part, Plan
 from halfstep.formats import too_small
 
 _MIB = 2**20
@@ -19,38 +20,43 @@ _MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A param and how it is stepped: the place of its group, the group's options, rule, formats, and who runs it."""
+    """A param and how it is stepped: the place of its group, the group's options and its plan."""
 
     group: int
     options: Mapping[str, Any]
     param: Tensor
-    rule: Rule
-    weight: Format
-    moments: tuple[Format, ...]
-    backend: str
-    runs: str
+    plan: Plan
 
     def memory(self) -> dict[str, int]:
         """Return its bytes, by what they are for."""
         param = self.param
         grad = param.nbytes if param.grad is None else param.grad.nbytes
-        weight = sum(_nbytes(part, param) for part in self.weight.parts[1:])
-        moments = sum(_nbytes(part, param) for format in self.moments for part in format.parts)
+        weight = sum(_nbytes(part, param) for part in self.plan.weight.parts[1:])
+        moments = sum(_nbytes(part, param) for format in self.plan.moments for part in format.parts)
         return {"param": param.nbytes, "grad": grad, "weight": weight, "moments": moments}
 
     def row(self) -> tuple[str, ...]:
         """Return what sets it apart from other tensors in the table."""
-        moments = ", ".join(dict.fromkeys(format.name for format in self.moments)) or "none"
+        plan = self.plan
+        moments = ", ".join(dict.fromkeys(format.name for format in plan.moments)) or "none"
         dtype = str(self.param.dtype).removeprefix("torch.")
-        return str(self.group), dtype, self.rule.name, self.weight.name, moments, self.backend
+        return str(self.group), dtype, plan.rule.name, plan.weight.name, moments, self._choice().backend.name
+
+    def runs(self) -> str:
+        """Say who steps it, and why not a faster one."""
+        backend, reason = self._choice()
+        return f"backend {backend.name}: {backend.describe(self.plan)}{f' ({reason})' if reason else ''}"
+
+    def _choice(self) -> backends.Choice:
+        return backends.choose(self.plan, self.options["backend"])
 
     def exceptions(self) -> list[str]:
         """Say in what the tensor did not get what its group asks for, and why."""
         found = []
-        if self.weight.name != self.options["weights"]:
-            found.append(f"weights {self.weight.name} (weights={self.options['weights']!r} is for 16-bit params)")
+        if self.plan.weight.name != self.options["weights"]:
+            found.append(f"weights {self.plan.weight.name} (weights={self.options['weights']!r} is for 16-bit params)")
         asked = self.options["moments"]
-        for name in dict.fromkeys(format.name for format in self.moments if format.name != asked):
+        for name in dict.fromkeys(format.name for format in self.plan.moments if format.name != asked):
             found.append(f"moments {name} (moments={asked!r} is not for tensors with {too_small(self.param.shape)})")
         return found
 
@@ -84,7 +90,7 @@ def table(lines: Sequence[Line]) -> list[str]:
         )
         for row in rows
     ]
-    runs = dict.fromkeys(f"backend {line.runs}" for line in lines)
+    runs = dict.fromkeys(line.runs() for line in lines)
     exceptions = Counter(f"group {line.group}: {text}" for line in lines for text in line.exceptions())
     counted = [f"{text}: {count} tensor{'s' if count > 1 else ''}" for text, count in exceptions.items()]
     return [*texts, *runs, *counted]

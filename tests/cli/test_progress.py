@@ -46,8 +46,13 @@ def test_elsewhere_a_slow_run_is_heard_of(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_first_signal_is_remembered_and_a_second_acts() -> None:
-    with Interrupt() as interrupt:
-        os.kill(os.getpid(), signal.SIGINT)
-        assert interrupt.signal == signal.SIGINT
-        with pytest.raises(KeyboardInterrupt):
+    # a shell's background job ignores SIGINT
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with Interrupt() as interrupt:
             os.kill(os.getpid(), signal.SIGINT)
+            assert interrupt.signal == signal.SIGINT
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -14,7 +14,7 @@ def test_the_rate_rises_and_stays() -> None:
 
 
 def test_the_rate_of_a_run_with_a_known_end_falls_in_a_line() -> None:
-    rate = rising_and_falling(Settings(out=Path("unused"), lr=0.5, steps=300))
+    rate = rising_and_falling(0.5, 50, 300)
     assert [rate(step) for step in (1, 25, 50, 51)] == [0.01, 0.25, 0.5, 0.5]
     # 250 steps on the way down, the last of them as high as one 250th
     assert rate(176) == pytest.approx(0.25, rel=1e-15)
@@ -23,5 +23,5 @@ def test_the_rate_of_a_run_with_a_known_end_falls_in_a_line() -> None:
 
 @pytest.mark.parametrize("steps", [1, 2, 49, 50, 51])
 def test_a_run_as_short_as_its_warmup_still_moves(steps: int) -> None:
-    rate = rising_and_falling(Settings(out=Path("unused"), lr=0.5, steps=steps))
+    rate = rising_and_falling(0.5, 50, steps)
     assert all(0 < rate(step) <= 0.5 for step in range(1, steps + 1))

@@ -69,7 +69,7 @@ class _Kernel:
         self._run_span = compile_plan(plan)
         self._state = [*plan.weight.parts[1:], *(part for format in plan.moments for part in format.parts)]
         #: how many elements a unit of work stands for
-        self._unit = BLOCK if any(part.shared for part in self._state) else 1
+        self._unit = BLOCK if plan.in_blocks else 1
 
     def __call__(self, jobs: Sequence[Job]) -> list[int]:
         """Step every job; return what saturated in each."""
@@ -98,8 +98,8 @@ class _Kernel:
             ends = {False: slice(start, stop), True: slice(layout.block(start), layout.block(stop))}
             state = [tensor.view(-1)[ends[part.shared]] for part, tensor in zip(self._state, job.state, strict=True)]
             # a span is a number of rows, or a part of one that begins on a block
-            length = min(layout.length, stop - start)
-            row = self._row(job, param, grad, state, job.counter.start + start, Rows(length, -(-length // BLOCK)))
+            part = Rows(min(layout.length, stop - start))
+            row = self._row(job, param, grad, state, job.counter.start + start, part)
             saturated += int(self._run([row])[0])
             put_back(job.param, start, stop, param)
         return saturated

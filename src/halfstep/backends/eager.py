@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from halfstep import primitives
-from halfstep.backends.pieces import part_shape, put_back, rows, spans, taken
+from halfstep.backends.pieces import Rows, part_shape, put_back, rows, spans, taken
 from halfstep.contracts import BLOCK, NOWHERE, Backend, Counter, Format, Job, Kernel, Part, Plan
 from halfstep.formats.counter import first_half, keyed, random_bits, second_half, stream_key
 
-#: Elements computed at a time. A step holds fewer than 30 temporaries of 4 bytes each, two of them 8: under 32 MiB.
+#: Elements computed at a time. A step holds some 30 temporaries of 4 bytes each and a few of 8: under 64 MiB.
 PIECE = 2**18
 
 
@@ -55,7 +55,7 @@ def bind(function: Callable[..., Any]) -> Callable[..., Any]:
     return primitives.bind(function, WORDS)
 
 
-_SAME_SIZE = {2: torch.int16, 4: torch.int32}
+_SAME_SIZE = {1: torch.int8, 2: torch.int16}
 
 
 def _seen(part: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ class _Span:
         self.start, self.stop, self.counter, self.device = start, stop, counter, device
         self._rows = rows(shape)
         # whole rows, or a part of one
-        self._width = min(self._rows.length, stop - start)
+        self._line = Rows(min(self._rows.length, stop - start))
 
     def of(self, part: Part, tensor: Tensor) -> Tensor:
         """The span of a contiguous tensor of the state; of a shared part, an entry for each block."""
@@ -112,17 +112,17 @@ class _Span:
             return list(bind(format.store)(value, *bits))
         measured = bind(format.measure)(value, *bits)
         *kept, shared = bind(format.store)(measured, self._spread(self._largest(measured)))
-        return [*kept, shared.view(-1, self._width)[:, ::BLOCK].reshape(-1)]
+        return [*kept, shared.view(-1, self._line.length)[:, ::BLOCK].reshape(-1)]
 
     def _spread(self, shared: Tensor) -> Tensor:
         """An entry for each block, repeated for each element of it."""
-        blocks = shared.view(-1, -(-self._width // BLOCK), 1).expand(-1, -1, BLOCK)
-        return blocks.reshape(len(blocks), -1)[:, : self._width].reshape(-1)
+        blocks = shared.view(-1, self._line.blocks, 1).expand(-1, -1, BLOCK)
+        return blocks.reshape(len(blocks), -1)[:, : self._line.length].reshape(-1)
 
     def _largest(self, measured: Tensor) -> Tensor:
         """The largest of each block."""
-        lines = measured.view(-1, self._width)
-        lines = torch.nn.functional.pad(lines, (0, -self._width % BLOCK))
+        lines = measured.view(-1, self._line.length)
+        lines = torch.nn.functional.pad(lines, (0, -self._line.length % BLOCK))
         return lines.view(len(lines), -1, BLOCK).amax(-1)
 
     def random(self, use: int) -> Tensor:
@@ -179,12 +179,11 @@ class Eager(Backend):
         update = bind(plan.rule.update)
         saturates = bind(plan.weight.saturates) if plan.weight.saturates else None
         uses = plan.uses
-        shared = any(format.measure for format in plan.formats)
 
         def step(job: Job) -> Tensor | int:
             saturated: Tensor | int = 0
             factor, *scalars = job.scalars
-            for start, stop in spans(job.param.shape, PIECE, shared):
+            for start, stop in spans(job.param.shape, PIECE, plan.in_blocks):
                 span = _Span(job.param.shape, start, stop, job.counter, job.param.device)
                 param, rest = taken(job.param, start, stop), iter(job.state)
                 kept = [[param, *(span.of(part, next(rest)) for part in plan.weight.parts[1:])]]

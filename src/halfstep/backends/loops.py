@@ -108,7 +108,7 @@ def keep(size, {kept}):
 
 def kernel(addresses, offsets, numbers, scalars, tensor, begin, end, saturated):
     wide()
-    buffers = empty((PARTS, BLOCK), int32)
+    buffers = empty((MEASURED, BLOCK), int32)
     buffer = buffers.ctypes.data
     while begin < end:
         {keys}
@@ -136,6 +136,7 @@ def kernel(addresses, offsets, numbers, scalars, tensor, begin, end, saturated):
                 row, place = row + 1, 0
         begin = stop
         tensor += 1
+    # Numba frees what is not used any more, and does not know that its address is
     return buffers[0, 0]
 """
 
@@ -190,7 +191,7 @@ def _accesses(number: type[np.number], scope: int, scopes: int) -> tuple[Any, An
     return intrinsic(reading), intrinsic(writing)
 
 
-_BITS = {2: np.int16, 4: np.int32}
+_BITS = {1: np.int8, 2: np.int16}
 
 
 def _number(dtype: torch.dtype) -> type[np.number]:
@@ -222,7 +223,7 @@ class _Source:
         # the rule's scalars are the arguments of its update that are nothing else; the gradient's factor comes first
         self.scalars = range(plan.rule.update.__code__.co_argcount - 1 - len(plan.moments))
         self.names: dict[str, Any] = {"empty": np.empty, "BLOCK": BLOCK, "int32": np.int32, "float32": np.float32}
-        self.names |= {"PARTS": len(self.parts), "wide": intrinsic(_wide)}
+        self.names |= {"MEASURED": len(self.measured), "wide": intrinsic(_wide)}
         scopes = len(self.parts) + len(self.measured)
         for k, number in enumerate(self.types):
             self.names[f"read{k}"], self.names[f"write{k}"] = _accesses(number, k, scopes)

@@ -13,10 +13,14 @@ Box: TypeAlias = tuple[int | slice, ...]
 
 
 class Rows(NamedTuple):
-    """The rows of a tensor, all that stands behind dim 0, and the blocks that each is cut into."""
+    """The rows of a tensor, all that stands behind dim 0."""
 
     length: int
-    blocks: int
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks a row is cut into."""
+        return -(-self.length // BLOCK)
 
     def block(self, element: int) -> int:
         """Return the number of the block that begins at ``element`` of the tensor in row-major order."""
@@ -26,8 +30,7 @@ class Rows(NamedTuple):
 
 def rows(shape: Sequence[int]) -> Rows:
     """Return the rows of a tensor that has ``shape``; one without elements has rows of 1."""
-    length = max(1, math.prod(shape[1:]))
-    return Rows(length, -(-length // BLOCK))
+    return Rows(max(1, math.prod(shape[1:])))
 
 
 def part_shape(part: Part, shape: Sequence[int]) -> tuple[int, ...]:

@@ -60,7 +60,8 @@ def compare(settings: Settings, console: Console) -> int:
     if settings.dtype == "float32":
         raise InputError("--dtype float32: --compare sets a 16-bit dtype beside float32; choose float16 or bfloat16")
     text = load_text(settings.text, settings.sizes.window)
-    half, scaled, rate = settings.torch_dtype, settings.dtype == "float16", rising_and_falling(settings)
+    half, scaled = settings.torch_dtype, settings.dtype == "float16"
+    rate = rising_and_falling(settings.lr, settings.sizes.warmup, settings.steps)
 
     def torch_adamw(params: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW([param for _, param in params], lr=settings.lr)

@@ -130,13 +130,12 @@ def rising(settings: Settings) -> Rate:
     return lambda step: settings.lr * min(1.0, step / settings.sizes.warmup)
 
 
-def rising_and_falling(settings: Settings) -> Rate:
+def rising_and_falling(lr: float, warmup: int, steps: int) -> Rate:
     """Return the rate of a run whose end is known: it rises over the warmup, and falls in a line to the last step.
 
     Where it stays high to the end, the last loss is a draw: runs that differ in one rounding end 0.3 % apart.
     """
-    warmup, left = settings.sizes.warmup, max(1, settings.steps - settings.sizes.warmup)
-    return lambda step: settings.lr * min(1.0, step / warmup, (settings.steps + 1 - step) / left)
+    return lambda step: lr * min(1.0, step / warmup, (steps + 1 - step) / max(1, steps - warmup))
 
 
 def computes_in_float32(dtype: torch.dtype, device: torch.device) -> bool:

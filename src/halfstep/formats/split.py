@@ -87,10 +87,13 @@ def joined8(param, remainder):
     return select(count < 0, 0, count)
 
 
-def parted8(count, sign):
+def parted8(weight, count, infinity, nan):
+    b = bits(weight)
+    # what is finite ends at the last unit that rounds to a finite param
+    count = settled(count, b & MAGNITUDE, infinity * 256 - 129, infinity * 256, nan * 256)
     remainder = to_i32(count << 24) >> 24
     # a remainder that rounds up carries into the param
-    return (to_i32(count - remainder) >> 8) | sign, remainder
+    return (to_i32(count - remainder) >> 8) | (sign_of(b) >> 16), remainder
 
 
 def load_split8_bf16(param, remainder):
@@ -100,13 +103,8 @@ def load_split8_bf16(param, remainder):
 
 
 def store_split8_bf16(weight, random):
-    b = bits(weight)
-    magnitude = b & MAGNITUDE
-    # the last unit that rounds to a finite param
-    largest = INFINITY_BF16 * 256 - 129
-    count = counted_bf16(magnitude, random, 8)
-    count = settled(count, magnitude, largest, INFINITY_BF16 * 256, NAN_BF16 * 256)
-    return parted8(count, sign_of(b) >> 16)
+    count = counted_bf16(bits(weight) & MAGNITUDE, random, 8)
+    return parted8(weight, count, INFINITY_BF16, NAN_BF16)
 
 
 def load_split8_f16(param, remainder):
@@ -119,12 +117,8 @@ def load_split8_f16(param, remainder):
 
 
 def store_split8_f16(weight, random):
-    b = bits(weight)
-    magnitude = b & MAGNITUDE
-    largest = INFINITY_F16 * 256 - 129
-    count = counted_f16(magnitude, random, 8)
-    count = settled(count, magnitude, largest, INFINITY_F16 * 256, NAN_F16 * 256)
-    return parted8(count, sign_of(b) >> 16)
+    count = counted_f16(bits(weight) & MAGNITUDE, random, 8)
+    return parted8(weight, count, INFINITY_F16, NAN_F16)
 
 
 SPLIT_BF16 = Format(

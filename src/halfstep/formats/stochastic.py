@@ -62,18 +62,19 @@ def settled(count, magnitude, largest, infinity, nan):
     return select(magnitude > INFINITY, nan, count)
 
 
-def store_stochastic_bf16(value, random):
+def param_of(value, count, infinity, nan):
     b = bits(value)
-    magnitude = b & MAGNITUDE
-    count = counted_bf16(magnitude, random, 0)
-    return (settled(count, magnitude, INFINITY_BF16 - 1, INFINITY_BF16, NAN_BF16) | (sign_of(b) >> 16),)
+    return settled(count, b & MAGNITUDE, infinity - 1, infinity, nan) | (sign_of(b) >> 16)
+
+
+def store_stochastic_bf16(value, random):
+    count = counted_bf16(bits(value) & MAGNITUDE, random, 0)
+    return (param_of(value, count, INFINITY_BF16, NAN_BF16),)
 
 
 def store_stochastic_f16(value, random):
-    b = bits(value)
-    magnitude = b & MAGNITUDE
-    count = counted_f16(magnitude, random, 0)
-    return (settled(count, magnitude, INFINITY_F16 - 1, INFINITY_F16, NAN_F16) | (sign_of(b) >> 16),)
+    count = counted_f16(bits(value) & MAGNITUDE, random, 0)
+    return (param_of(value, count, INFINITY_F16, NAN_F16),)
 
 
 STOCHASTIC_BF16 = Format(
