@@ -114,7 +114,7 @@ def load(format: Format, parts: Sequence[Tensor], backend: str) -> Tensor:
 
 def run(plan: Plan, jobs: list[Job], backend: str) -> list[int]:
     """Run ``jobs`` on ``backend`` and no other; return what saturated."""
-    assert backends.choose(plan, backend).backend.name == backend
+    assert backends.choose(plan.device, plan.dtypes, backend).backend.name == backend
     return [int(count) for count in backends.kernel(plan, backend)(jobs)]
 
 

@@ -18,9 +18,9 @@ STOREYS = (
     ("backends",),
     ("options", "tensors", "checkpoint", "report", "engine"),
     ("optimizers",),
-    ("gradients", "scaler", "clipping"),
+    ("gradients", "scaler", "clipping", "teaching"),
     ("monitor",),
-    ("integrations", "cli"),
+    ("integrations", "bench", "cli"),
 )
 HEIGHT = {name: height for height, names in enumerate(STOREYS) for name in names}
 #: what the package exports may be used by the topmost storey alone
@@ -29,6 +29,7 @@ PACKAGE = len(STOREYS) - 1
 LEAVES = ("products",)
 #: what is imported late, so that it is loaded only where it is wanted
 LAZY = {"numba", "llvmlite", "triton", "typer", "rich", "matplotlib", "accelerate", "transformers", "lightning"}
+LAZY |= {"labml_nn", "deepspeed", "optimi", "bitsandbytes", "torchao"}
 
 
 def place(module: str) -> str:
@@ -100,6 +101,16 @@ def test_nothing_is_imported_late_but_compilers_and_extras(name: str) -> None:
 
 
 def test_the_public_names() -> None:
-    names = {"Adam", "AdamFP16", "AdamW", "GradScaler", "GradScalerFP16", "Lion", "SGD", "WeightDecay"}
+    names = {
+        "Adam",
+        "AdamFP16",
+        "AdamW",
+        "GradScaler",
+        "GradScalerFP16",
+        "Lion",
+        "SGD",
+        "WeightDecay",
+        "clip_grad_norm_",
+    }
     assert names <= set(halfstep.__all__)
     assert all(getattr(halfstep, name).__doc__ for name in halfstep.__all__)

@@ -126,7 +126,7 @@ def test_p30_a_backend_asked_for_by_name_raises_where_it_cannot_run(
     optimizer = make("AdamW", params(half), backend="auto")
     assert "backend cpu" in optimizer.explain()
     backends.choose.cache_clear()
-    monkeypatch.setattr(type(cpu), "refuses", lambda self, plan: "it is Sunday")
+    monkeypatch.setattr(type(cpu), "refuses", lambda self, device, dtypes: "it is Sunday")
     text = r"backend='cpu' cannot run here: not cpu: it is Sunday. Use backend='auto' or 'eager'."
     with pytest.raises(Unavailable, match=text):
         make("AdamW", params(half), backend="cpu")

@@ -1,8 +1,10 @@
 """halfstep: train PyTorch models whose weights and gradients are 16 bits, with the result of float32 training."""
 
-from halfstep.optimizers import SGD, Adam, AdamFP16, AdamW, Lion, WeightDecay
+from halfstep.clipping import clip_grad_norm_
+from halfstep.optimizers import SGD, Adam, AdamW, Lion
 from halfstep.products import float32_products, native_float16_products
-from halfstep.scaler import GradScaler, GradScalerFP16
+from halfstep.scaler import GradScaler
+from halfstep.teaching import AdamFP16, GradScalerFP16, WeightDecay
 
 __all__ = [
     "SGD",
@@ -13,6 +15,7 @@ __all__ = [
     "GradScalerFP16",
     "Lion",
     "WeightDecay",
+    "clip_grad_norm_",
     "float32_products",
     "native_float16_products",
 ]

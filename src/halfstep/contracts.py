@@ -5,7 +5,7 @@ both. A *plan* is one choice of the three that many tensors share, so that one c
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,6 +14,8 @@ from torch import Tensor
 
 BLOCK = 128
 """How many neighbours within a row, all that stands behind dim 0, share one entry of a shared part."""
+CHUNK = 1024
+"""How many elements of a gradient have the sum of their squares taken by itself."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,11 @@ class Plan:
         return (self.weight, *self.moments)
 
     @property
+    def dtypes(self) -> frozenset[torch.dtype]:
+        """The dtypes of all tensors of a step."""
+        return frozenset(part.dtype for format in (*self.formats, self.grad) for part in format.parts)
+
+    @property
     def in_blocks(self) -> bool:
         """Whether neighbours share a part of what is kept, so that a row is worked on in whole blocks."""
         return any(format.measure for format in self.formats)
@@ -180,8 +187,8 @@ class Backend(Protocol):
 
     name: str
 
-    def refuses(self, plan: Plan) -> str | None:
-        """Say why this backend cannot run ``plan``, or None when it can."""
+    def refuses(self, device: torch.device, dtypes: Collection[torch.dtype]) -> str | None:
+        """Say why this backend cannot run tensors of ``dtypes`` on ``device``, or None when it can."""
         ...
 
     def describe(self, plan: Plan) -> str:
@@ -190,4 +197,12 @@ class Backend(Protocol):
 
     def compile(self, plan: Plan) -> Kernel:
         """Return the kernel of ``plan``; nothing is stepped yet."""
+        ...
+
+    def squares(self, grad: Format, grads: Sequence[Tensor]) -> Tensor:
+        """Return the sum of the squares of each `CHUNK` of gradients of one dtype and device, in float64.
+
+        A tensor's chunks are cut from its logical row-major order and lie behind those of the tensor before it. The
+        second half of a chunk, which zeros fill up, is added to the first, and so on with what is left.
+        """
         ...

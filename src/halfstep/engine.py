@@ -69,6 +69,8 @@ class HalfOptimizer(torch.optim.Optimizer):
     _live: ClassVar[tuple[str, ...]] = LIVE
     #: What the step multiplies every gradient by; `GradScaler` sets it for the length of one step.
     _inverse_scale: float = 1.0
+    #: The `halfstep.gradients.Clip` that `clip_grad_norm_` asks of the next step.
+    _clip: Any = None
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._forget()
@@ -108,7 +110,8 @@ class HalfOptimizer(torch.optim.Optimizer):
             check_param(name, param)
             if group["backend"] != "auto":
                 rule, weight, moments = self._formats(group, param)
-                backends.choose(Plan(rule, weight, moments, GRADS[param.dtype], param.device), group["backend"])
+                plan = Plan(rule, weight, moments, GRADS[param.dtype], param.device)
+                backends.choose(plan.device, plan.dtypes, group["backend"])
         self.param_groups.append(group)
 
     def _rule(self, group: Mapping[str, Any]) -> Rule:
@@ -137,13 +140,17 @@ class HalfOptimizer(torch.optim.Optimizer):
         Raises:
             TypeError: a param's dtype changed after its first step, or its gradient is sparse or of another dtype.
             ValueError: a param's state does not fit it, or a group's hyperparameters are not finite.
+            RuntimeError: `clip_grad_norm_` found no finite norm, or gradients have changed since.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        batches = self._gather()
-        self._saturated = {}
+        factor = self._inverse_scale
+        if self._clip is not None:
+            factor *= self._clip.factor(factor)
+        batches = self._gather(factor)
+        self._saturated, self._clip = {}, None
         for (kernel, _), batch in batches.items():
             counts = kernel([self._job(due) for due in batch])
             # backends write past autograd, which has to know: a graph that still needs the old values must not run
@@ -153,7 +160,7 @@ class HalfOptimizer(torch.optim.Optimizer):
                 self._note(due, count)
         return loss
 
-    def _gather(self) -> dict[tuple[Kernel, int], list[_Due]]:
+    def _gather(self, factor: float) -> dict[tuple[Kernel, int], list[_Due]]:
         """Check every tensor of this step and put together those that one kernel steps in one turn."""
         batches: defaultdict[tuple[Kernel, int], list[_Due]] = defaultdict(list)
         turns, stepped, places = Turns(), set(), itertools.count()
@@ -173,15 +180,14 @@ class HalfOptimizer(torch.optim.Optimizer):
                 state = self.state.get(param)
                 step = state["step"] + 1 if state else 1
                 if step not in scalars:
-                    scalars[step] = self._scalars(index, group, step)
+                    scalars[step] = self._scalars(index, group, step, factor)
                 due = _Due(slot, param, grad, step, scalars[step], place, group["seed"])
                 batches[slot.kernels[grad.dtype], turns.take(param)].append(due)
         return batches
 
-    def _scalars(self, index: int, group: dict[str, Any], step: int) -> tuple[float, ...]:
+    def _scalars(self, index: int, group: dict[str, Any], step: int, factor: float) -> tuple[float, ...]:
         """Return the gradient's factor and the rule's scalars."""
-        factor = -self._inverse_scale if group["maximize"] else self._inverse_scale
-        scalars = (factor, *self._rule(group).scalars(group, step))
+        scalars = (-factor if group["maximize"] else factor, *self._rule(group).scalars(group, step))
         if not all(abs(scalar) <= _LARGEST for scalar in scalars):
             numbers = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay") if name in group}
             raise ValueError(

@@ -1,34 +1,46 @@
 """An optimizer's gradients: named, refused, widened to float32, dropped, and looked through for what is not finite."""
 
+import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from halfstep import backends
+from halfstep.contracts import CHUNK
 from halfstep.engine import HalfOptimizer
+from halfstep.formats import GRADS
 from halfstep.tensors import check_grad, named
 
 
-def graded(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
-    """Each param that has a gradient, once, under its name."""
+def graded(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Each param that has a gradient, once, with its group and under its name."""
     seen = set()
     for index, group in enumerate(optimizer.param_groups):
         for name, param in named(group, index):
             if param.grad is not None and param not in seen:
                 seen.add(param)
-                yield name, param
+                yield group, name, param
+
+
+def innermost(optimizer: Any) -> Any:
+    """Return the optimizer behind wrappers, which keep it as ``.optimizer`` (Accelerate's does)."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner
+    return optimizer
 
 
 def check(optimizer: HalfOptimizer) -> None:
     """Raise for a gradient that no step takes."""
-    for name, param in graded(optimizer):
+    for _, name, param in graded(optimizer):
         check_grad(name, param.grad)
 
 
 def refuse_float16(optimizer: torch.optim.Optimizer) -> None:
     """Raise where an optimizer that is not halfstep's would step in float16; torch's fused ones do so in silence."""
-    for name, param in graded(optimizer):
+    for _, name, param in graded(optimizer):
         if torch.float16 in (param.dtype, param.grad.dtype):
             raise ValueError(
                 f"Attempting to unscale FP16 gradients. {type(optimizer).__name__} would step {name} in float16, where "
@@ -40,7 +52,7 @@ def refuse_float16(optimizer: torch.optim.Optimizer) -> None:
 
 def widen(optimizer: HalfOptimizer, widened: dict[Tensor, torch.dtype | None]) -> None:
     """Replace each 16-bit gradient by its float32 value, noting in ``widened`` what the param's grad_dtype was."""
-    for _, param in graded(optimizer):
+    for _, _, param in graded(optimizer):
         if param.grad.dtype is not torch.float32:
             grad = param.grad.detach().float()
             # only without a grad may grad_dtype change, and None alone lets a 16-bit param hold a float32 grad
@@ -57,10 +69,106 @@ def drop(widened: Mapping[Any, torch.dtype | None]) -> None:
         param.grad_dtype = dtype
 
 
+def sum_of_squares(optimizer: HalfOptimizer) -> float:
+    """Return the sum of the squares of all gradients as they are, in float64: not finite where one of them is not.
+
+    Neighbours among the sums of all chunks, in the order of the params, are added in pairs, and so on with what is
+    left: the same bits from every backend.
+    """
+    check(optimizer)
+    batches: dict[Any, list[tuple[int, Tensor]]] = {}
+    end = 0
+    for group, _, param in graded(optimizer):
+        grad = param.grad.detach()
+        batches.setdefault((group["backend"], grad.dtype, grad.device), []).append((end, grad))
+        end += _chunks(grad)
+    sums = torch.zeros(end, dtype=torch.float64)
+    for (backend, dtype, _), batch in batches.items():
+        grads = [grad for _, grad in batch]
+        found = backends.squares(GRADS[dtype], grads, backend).cpu()
+        if len(batches) == 1:
+            sums = found
+            continue
+        for (place, _), piece in zip(batch, found.split([_chunks(grad) for grad in grads]), strict=True):
+            sums[place : place + len(piece)] = piece
+    while len(sums) > 1:
+        pairs = torch.nn.functional.pad(sums, (0, len(sums) % 2)).view(-1, 2)
+        sums = pairs[:, 0] + pairs[:, 1]
+    return float(sums.sum())
+
+
+def _chunks(grad: Tensor) -> int:
+    return -(-grad.numel() // CHUNK)
+
+
+@dataclass(frozen=True)
+class Clip:
+    """A clip that the next step does, and the gradients that it is for.
+
+    Args:
+        norm: of the unscaled gradients.
+        max_norm: what it should not exceed.
+        inverse: what the step multiplies these gradients by to unscale them.
+        param, grad, version: a param with a gradient, to see whether the gradients are still the same.
+    """
+
+    norm: float
+    max_norm: float
+    inverse: float
+    param: Tensor
+    grad: Tensor
+    version: int
+
+    @classmethod
+    def of(cls, optimizer: HalfOptimizer, norm: float, max_norm: float, inverse: float) -> "Clip | None":
+        """Return the clip of the gradients that ``optimizer`` has now, or None where it has none."""
+        for _, _, param in graded(optimizer):
+            return cls(norm, max_norm, inverse, param, param.grad, param.grad._version)
+        return None
+
+    def holds(self) -> bool:
+        """Whether it is for the gradients that there are now, and not for earlier ones.
+
+        Raises:
+            RuntimeError: they are the same tensors with other values.
+        """
+        same = self.param.grad is self.grad
+        if same and self.grad._version != self.version:
+            raise RuntimeError(
+                "the gradients have changed since clip_grad_norm_ took their norm: call it after the last backward and "
+                "right before the step"
+            )
+        return same
+
+    def check(self, inverse: float) -> None:
+        """Raise unless ``inverse`` is what the gradients were said to be unscaled by."""
+        if inverse != self.inverse:
+            raise RuntimeError(
+                f"clip_grad_norm_ took gradients scaled by {1 / self.inverse:g}, and they are scaled by "
+                f"{1 / inverse:g}: call clip_grad_norm_(optimizer, max_norm, scaler) with the scaler that steps"
+            )
+
+    def factor(self, inverse: float) -> float:
+        """Return what the step multiplies the gradients by, besides ``inverse``; 1 where they are others.
+
+        Raises:
+            RuntimeError: the gradients changed, are not finite, or were not scaled as was said.
+        """
+        if not self.holds():
+            return 1.0
+        self.check(inverse)
+        if not math.isfinite(self.norm):
+            raise RuntimeError(
+                f"the gradients' norm is {self.norm}, so that nothing can be clipped to: leave the step out "
+                "(zero_grad()), or step by a halfstep.GradScaler, which does that by itself"
+            )
+        return min(1.0, self.max_norm / (self.norm + 1e-6))
+
+
 def not_finite(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """Name the params whose gradients are not finite, and say which: "NaN", or "infinite" alone."""
     names = {}
-    for name, param in graded(optimizer):
+    for _, name, param in graded(optimizer):
         values = param.grad.coalesce().values() if param.grad.is_sparse else param.grad
         if values.isnan().any():
             names[name] = "NaN"

@@ -48,7 +48,7 @@ class Line:
         return f"backend {backend.name}: {backend.describe(self.plan)}{f' ({reason})' if reason else ''}"
 
     def _choice(self) -> backends.Choice:
-        return backends.choose(self.plan, self.options["backend"])
+        return backends.choose(self.plan.device, self.plan.dtypes, self.options["backend"])
 
     def exceptions(self) -> list[str]:
         """Say in what the tensor did not get what its group asks for, and why."""

@@ -4,7 +4,7 @@ import inspect
 import math
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,19 @@ from torch.amp.grad_scaler import OptState
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from halfstep.engine import HalfOptimizer
-from halfstep.gradients import check, described, drop, not_finite, refuse_float16, widen
+from halfstep.gradients import (
+    Clip,
+    check,
+    described,
+    drop,
+    graded,
+    innermost,
+    not_finite,
+    refuse_float16,
+    sum_of_squares,
+    widen,
+)
+from halfstep.tensors import materialized, tensors_in
 
 #: The largest power of two that float16 holds: the gradient of a scaled float16 output is the scale itself.
 _FLOAT16_CAP = 2.0**15
@@ -97,8 +109,8 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return outputs
-        outputs = _materialized(outputs)
-        tensors = _tensors(outputs)
+        outputs = materialized(outputs)
+        tensors = tensors_in(outputs)
         if tensors:
             if self._scale is None:
                 self._lazy_init_scale_growth_tracker(tensors[0].device)
@@ -143,20 +155,20 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
-        inner = _innermost(optimizer)
+        inner = innermost(optimizer)
         if isinstance(inner, HalfOptimizer):
             if any(arg is not None for arg in args):
                 raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         elif not self._allow_fp16:
             refuse_float16(inner)
-        scale, _ = self._check_scale_growth_tracker("step")
+        self._check_scale_growth_tracker("step")
         state = self._state(optimizer)
         straight = state["stage"] is OptState.READY and isinstance(inner, HalfOptimizer) and not _watched(optimizer)
         try:
             if straight:
-                self._check_inf_per_device(optimizer)
+                inner._inverse_scale = self.inverse_of(inner)
+                state["found_inf_per_device"] = self._read_through(inner)
                 state["stage"] = OptState.UNSCALED
-                inner._inverse_scale = 1.0 / scale.item()
             returned = super().step(optimizer, *args, **kwargs)
         finally:
             inner.__dict__.pop("_inverse_scale", None)
@@ -164,15 +176,23 @@ class GradScaler(torch.amp.GradScaler):
                 state["stage"] = OptState.READY  # it raised; the gradients are still scaled
         self._found[inner] = list(state["found_inf_per_device"].values())
         if self.skipped(inner):
+            inner.__dict__.pop("_clip", None)
             self._watch_floor(self.get_scale())
         drop(state.pop("widened", {}))
         return returned
+
+    def inverse_of(self, optimizer: torch.optim.Optimizer) -> float:
+        """Return what unscales the gradients of ``optimizer`` as they are now: 1 where `unscale_` did it already."""
+        if not self._enabled or self._state(optimizer)["stage"] is not OptState.READY:
+            return 1.0
+        scale, _ = self._check_scale_growth_tracker("clip_grad_norm_")
+        return 1.0 / scale.item()
 
     def skipped(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether the last `step` of this optimizer, or of the one it wraps, was left out; False before any."""
         if not self._enabled:
             return False
-        return any(found.item() for found in self._found.get(_innermost(optimizer), ()))
+        return any(found.item() for found in self._found.get(innermost(optimizer), ()))
 
     @_disable_dynamo
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -217,24 +237,48 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         # torch calls this twice over: to unscale, and with allow_fp16 and a scale of 1 only to check
-        inner = _innermost(optimizer)
+        inner, clip = innermost(optimizer), None
         if isinstance(inner, HalfOptimizer):
             optimizer = inner
             check(inner)
             if not allow_fp16:
+                clip = self._clip_of(inner)
                 widen(inner, self._state(inner).setdefault("widened", {}))
         elif not (allow_fp16 or self._allow_fp16):
             refuse_float16(inner)
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16 or self._allow_fp16)
-        if self._floor_near and self.get_scale() <= self._min_scale and any(f.item() for f in found.values()):
-            # now: clipping may make NaN of infinity
-            self._floored = (self._floored or {}) | not_finite(inner)
+        if clip:  # its norm is that of the unscaled gradients
+            inner._clip = Clip.of(inner, clip.norm, clip.max_norm, 1.0)
+        self._look_at_floor(inner, found)
         # no param had a gradient: nothing overflowed
         return found or {found_inf.device: found_inf}
 
+    def _read_through(self, optimizer: HalfOptimizer) -> dict[torch.device, Tensor]:
+        """Return for each device that has gradients whether one of them all is not finite, as torch keeps it."""
+        clip = self._clip_of(optimizer)
+        total = clip.norm if clip else sum_of_squares(optimizer)
+        scale, _ = self._check_scale_growth_tracker("step")
+        devices = {param.grad.device for _, _, param in graded(optimizer)} or {scale.device}
+        found = {device: torch.full((), float(not math.isfinite(total)), device=device) for device in devices}
+        self._look_at_floor(optimizer, found)
+        return found
+
+    def _clip_of(self, optimizer: HalfOptimizer) -> Clip | None:
+        """Return the clip that was asked for gradients as they are now."""
+        clip = optimizer._clip
+        if clip is None or not clip.holds():
+            return None
+        clip.check(self.inverse_of(optimizer))
+        return clip
+
+    def _look_at_floor(self, optimizer: Any, found: Mapping[torch.device, Tensor]) -> None:
+        """Note at the floor what overflowed, now: clipping may make NaN of infinity."""
+        if self._floor_near and self.get_scale() <= self._min_scale and any(f.item() for f in found.values()):
+            self._floored = (self._floored or {}) | not_finite(optimizer)
+
     def _state(self, optimizer: Any) -> dict[str, Any]:
         """Return what is known of an optimizer since the last update; a wrapper shares it with what it wraps."""
-        inner = _innermost(optimizer)
+        inner = innermost(optimizer)
         state = self._per_optimizer_states[id(inner)]
         self._per_optimizer_states[id(optimizer)] = state
         # kept alive with it: a state is found by an id, which must not become another optimizer's
@@ -329,40 +373,9 @@ class GradScaler(torch.amp.GradScaler):
         self._found = weakref.WeakKeyDictionary()
 
 
-class GradScalerFP16(GradScaler):
-    """`GradScaler` under the teaching implementation's name and signature.
-
-    Args:
-        init_scale, growth_factor, backoff_factor, growth_interval, enabled, device: as `GradScaler` takes them.
-
-    Source:
-        labml.ai's ``GradScalerFP16``. Float32 gradients lie in ``.grad``; float16 ones of another library's optimizer,
-        unscaled in 16 bits there, are refused (``GradScaler(allow_fp16=True)`` takes them).
-    """
-
-    def __init__(
-        self,
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        enabled: bool = True,
-        *,
-        device: str | torch.device | None = None,
-    ) -> None:
-        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
-
-
-def _innermost(optimizer: Any) -> Any:
-    """Return the optimizer behind wrappers, which keep it as ``.optimizer`` (Accelerate's does)."""
-    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        optimizer = inner
-    return optimizer
-
-
 def _watched(optimizer: Any) -> bool:
     """Whether gradients may be read on the way into the step, so that they must be float32 and unscaled by then."""
-    inner = _innermost(optimizer)
+    inner = innermost(optimizer)
     own_step = inspect.unwrap(type(inner).step) is not inspect.unwrap(HalfOptimizer.step)
     return bool(optimizer is not inner or own_step or inner._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
 
@@ -379,20 +392,3 @@ def _bounds(min_scale: float, max_scale: float) -> tuple[float, float]:
 def _float32(number: float | Tensor) -> float:
     """Round as the scale itself is rounded, or a scale at a bound would lie beyond it."""
     return torch.tensor(float(number), dtype=torch.float32, device="cpu").item()
-
-
-def _materialized(outputs: Any) -> Any:
-    """Make a list of every iterator, which can be read only once."""
-    if isinstance(outputs, Tensor):
-        return outputs
-    if isinstance(outputs, str | Mapping) or not isinstance(outputs, Iterable) or hasattr(outputs, "_fields"):
-        raise ValueError(
-            f"outputs must be a Tensor or an iterable of Tensors, not {type(outputs).__name__}: pass the loss itself"
-        )
-    return (type(outputs) if isinstance(outputs, list | tuple) else list)(map(_materialized, outputs))
-
-
-def _tensors(outputs: Any) -> list[Tensor]:
-    if isinstance(outputs, Tensor):
-        return [outputs]
-    return [tensor for output in outputs for tensor in _tensors(output)]

@@ -1,8 +1,8 @@
-"""The tensors of a step: their names, what a step takes, and which of them may be stepped at the same time."""
+"""The tensors of a step: their names, what is taken, and which may be stepped together; and a loss's tensors."""
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -104,3 +104,21 @@ def _insert(spans: list[tuple[int, int]], span: tuple[int, int]) -> bool:
         return False
     spans.insert(place, span)
     return True
+
+
+def materialized(outputs: Any) -> Any:
+    """Make a list of every iterator, which can be read only once."""
+    if isinstance(outputs, Tensor):
+        return outputs
+    if isinstance(outputs, str | Mapping) or not isinstance(outputs, Iterable) or hasattr(outputs, "_fields"):
+        raise ValueError(
+            f"outputs must be a Tensor or an iterable of Tensors, not {type(outputs).__name__}: pass the loss itself"
+        )
+    return (type(outputs) if isinstance(outputs, list | tuple) else list)(map(materialized, outputs))
+
+
+def tensors_in(outputs: Any) -> list[Tensor]:
+    """Return every tensor of what was `materialized`, however deep."""
+    if isinstance(outputs, Tensor):
+        return [outputs]
+    return [tensor for output in outputs for tensor in tensors_in(output)]

@@ -2,9 +2,13 @@
 
 import functools
 import importlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from halfstep.contracts import Backend, Kernel, Plan
+import torch
+from torch import Tensor
+
+from halfstep.contracts import Backend, Format, Kernel, Plan
 
 BACKENDS = ("cpu", "eager")
 """Every backend by its name, the fastest first. Tests run each format and rule on each."""
@@ -31,16 +35,16 @@ def load(name: str) -> Backend | str:
 
 
 @functools.cache
-def choose(plan: Plan, requested: str) -> Choice:
-    """Choose the backend of ``plan``: the one requested, or with "auto" the fastest that can run it.
+def choose(device: torch.device, dtypes: frozenset[torch.dtype], requested: str) -> Choice:
+    """Choose who runs tensors of ``dtypes`` on ``device``: who was requested, or with "auto" the fastest that can.
 
     Raises:
-        Unavailable: the one requested cannot run ``plan``; the text says why and what would.
+        Unavailable: the one requested cannot run them; the text says why and what would.
     """
     reasons = []
     for name in BACKENDS if requested == "auto" else (requested,):
         backend = load(name)
-        reason = backend if isinstance(backend, str) else backend.refuses(plan)
+        reason = backend if isinstance(backend, str) else backend.refuses(device, dtypes)
         if reason is None and not isinstance(backend, str):
             return Choice(backend, "; ".join(reasons))
         reasons.append(f"not {name}: {reason}")
@@ -50,4 +54,9 @@ def choose(plan: Plan, requested: str) -> Choice:
 @functools.cache
 def kernel(plan: Plan, requested: str) -> Kernel:
     """Return the compiled kernel of ``plan`` on its chosen backend."""
-    return choose(plan, requested).backend.compile(plan)
+    return choose(plan.device, plan.dtypes, requested).backend.compile(plan)
+
+
+def squares(grad: Format, grads: Sequence[Tensor], requested: str) -> Tensor:
+    """Return the sums of the squares of the chunks of ``grads``, all of one dtype and device: `Backend.squares`."""
+    return choose(grads[0].device, frozenset({grads[0].dtype}), requested).backend.squares(grad, grads)

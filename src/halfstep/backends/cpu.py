@@ -1,9 +1,10 @@
 """Numba: the same functions compiled by LLVM, one pass over memory, on torch's number of threads."""
 
 import functools
+import itertools
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import NamedTuple
 
@@ -13,11 +14,13 @@ from llvmlite import binding as llvm
 from numba import config
 from torch import Tensor
 
+from halfstep.backends.chunks import compile_squares
 from halfstep.backends.loops import compile_plan
 from halfstep.backends.pieces import Rows, put_back, rows, spans, taken
-from halfstep.contracts import BLOCK, Backend, Job, Kernel, Plan
+from halfstep.contracts import BLOCK, CHUNK, Backend, Format, Job, Kernel, Plan
 
-#: Elements of a tensor with other strides that are copied, stepped and written back at a time: 4 MiB a buffer.
+#: Elements of a tensor with other strides that are copied, stepped and written back at a time: 4 MiB a buffer, a
+#: number of chunks.
 STAGED = 2**20
 #: Below this many elements a second thread costs more than it saves.
 SPAN = 2**14
@@ -109,21 +112,52 @@ class _Kernel:
         addresses = np.array([row.addresses for row in found], dtype=np.int64)
         numbers = np.array([row.numbers for row in found], dtype=np.int64)
         scalars = np.array([row.scalars for row in found], dtype=np.float64).astype(np.float32)
-        offsets = np.zeros(len(found) + 1, dtype=np.int64)
-        np.cumsum([row.work for row in found], out=offsets[1:])
-        total = int(offsets[-1])
-        threads = max(1, min(torch.get_num_threads(), total * self._unit // SPAN))
-        even = 64 // self._unit or 1
-        cuts = [total * k // threads // even * even for k in range(threads)] + [total]
+        offsets = _offsets([row.work for row in found])
+        threads = _threads(int(offsets[-1]) * self._unit)
         # a tensor cut between two threads is counted by both, so each has counts of its own
         saturated = np.zeros((threads, len(found)), dtype=np.int64)
 
-        def call(k: int) -> None:
-            first = int(np.searchsorted(offsets, cuts[k], side="right")) - 1
-            self._run_span(addresses, offsets, numbers, scalars, first, cuts[k], cuts[k + 1], saturated[k])
+        def call(k: int, first: int, begin: int, end: int) -> None:
+            self._run_span(addresses, offsets, numbers, scalars, first, begin, end, saturated[k])
 
-        _POOL.run([functools.partial(call, k) for k in range(threads)])
+        _across(threads, offsets, 64 // self._unit or 1, call)
         return saturated.sum(axis=0)
+
+
+def _offsets(work: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Where each tensor's work begins in the sum of all, and where that ends."""
+    return np.concatenate((np.zeros(1, np.int64), np.cumsum(work, dtype=np.int64)))
+
+
+def _threads(elements: int) -> int:
+    return max(1, min(torch.get_num_threads(), elements // SPAN))
+
+
+def _across(threads: int, offsets: np.ndarray, even: int, call: Callable[[int, int, int, int], None]) -> None:
+    """Cut work evenly among threads, at multiples of ``even``, and ``call`` each: thread, first tensor, begin, end."""
+    total = int(offsets[-1])
+    cuts = [total * k // threads // even * even for k in range(threads)] + [total]
+    firsts = np.searchsorted(offsets, cuts, side="right") - 1
+    _POOL.run([functools.partial(call, k, int(firsts[k]), cuts[k], cuts[k + 1]) for k in range(threads)])
+
+
+@functools.cache
+def _compiled_squares(grad: Format) -> Callable[..., None]:
+    return compile_squares(grad)
+
+
+def _squares(grad: Format, grads: Sequence[Tensor]) -> np.ndarray:
+    """The sums of the squares of contiguous gradients' chunks."""
+    sizes = np.array([g.numel() for g in grads], dtype=np.int64)
+    addresses = np.array([g.data_ptr() for g in grads], dtype=np.int64)
+    offsets = _offsets(-(-sizes // CHUNK))
+    sums, kernel = np.empty(int(offsets[-1])), _compiled_squares(grad)
+
+    def call(_: int, first: int, begin: int, end: int) -> None:
+        kernel(addresses, offsets, sizes, first, begin, end, sums)
+
+    _across(_threads(int(sizes.sum())), offsets, 1, call)
+    return sums
 
 
 def converts_float16() -> bool:
@@ -139,10 +173,9 @@ class Cpu(Backend):
 
     name = "cpu"
 
-    def refuses(self, plan: Plan) -> str | None:
-        if plan.device.type != "cpu":
-            return f"the tensors are on {plan.device}"
-        dtypes = {part.dtype for format in (*plan.formats, plan.grad) for part in format.parts}
+    def refuses(self, device: torch.device, dtypes: Collection[torch.dtype]) -> str | None:
+        if device.type != "cpu":
+            return f"the tensors are on {device}"
         if torch.float16 in dtypes and not converts_float16():
             return "the CPU that Numba compiles for has no float16 conversions (F16C)"
         return None
@@ -153,6 +186,16 @@ class Cpu(Backend):
 
     def compile(self, plan: Plan) -> Kernel:
         return _Kernel(plan)
+
+    def squares(self, grad: Format, grads: Sequence[Tensor]) -> Tensor:
+        found: list[np.ndarray] = []
+        for alike, run in itertools.groupby(grads, Tensor.is_contiguous):
+            if alike:
+                found.append(_squares(grad, list(run)))
+            else:  # copied a span at a time
+                spans_ = ((g, start, stop) for g in run for start, stop in spans(g.shape, STAGED))
+                found += [_squares(grad, [taken(g, start, stop)]) for g, start, stop in spans_]
+        return torch.from_numpy(np.concatenate(found))
 
 
 BACKEND = Cpu()

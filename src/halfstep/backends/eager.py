@@ -1,7 +1,7 @@
 """PyTorch operators: the definition of what is right, on every device, in bounded temporary memory."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -9,10 +9,11 @@ from torch import Tensor
 
 from halfstep import primitives
 from halfstep.backends.pieces import Rows, part_shape, put_back, rows, spans, taken
-from halfstep.contracts import BLOCK, NOWHERE, Backend, Counter, Format, Job, Kernel, Part, Plan
+from halfstep.contracts import BLOCK, CHUNK, NOWHERE, Backend, Counter, Format, Job, Kernel, Part, Plan
 from halfstep.formats.counter import first_half, keyed, random_bits, second_half, stream_key
 
-#: Elements computed at a time. A step holds some 30 temporaries of 4 bytes each and a few of 8: under 64 MiB.
+#: Elements computed at a time, a number of chunks. A step holds some 30 temporaries of 4 bytes each and a few of 8:
+#: under 64 MiB.
 PIECE = 2**18
 
 
@@ -168,7 +169,7 @@ class Eager(Backend):
 
     name = "eager"
 
-    def refuses(self, plan: Plan) -> str | None:
+    def refuses(self, device: torch.device, dtypes: Collection[torch.dtype]) -> str | None:
         return None
 
     def describe(self, plan: Plan) -> str:
@@ -201,6 +202,20 @@ class Eager(Backend):
             return saturated
 
         return lambda jobs: [step(job) for job in jobs]
+
+    def squares(self, grad: Format, grads: Sequence[Tensor]) -> Tensor:
+        return torch.cat([_squares(grad, g, start, stop) for g in grads for start, stop in spans(g.shape, PIECE)])
+
+
+def _squares(format: Format, grad: Tensor, start: int, stop: int) -> Tensor:
+    """The sums of the squares of a span's chunks."""
+    values = bind(format.load)(read(taken(grad, start, stop)))
+    values = (values if has_float64(values.device) else values.cpu()).double()
+    sums = torch.nn.functional.pad(values, (0, -len(values) % CHUNK)).view(-1, CHUNK).square()
+    while sums.shape[1] > 1:
+        first, second = sums.chunk(2, 1)
+        sums = first + second
+    return sums.view(-1)
 
 
 BACKEND = Eager()

@@ -2,7 +2,9 @@
 
 import functools
 import math
+import re
 from collections.abc import Callable, Iterable
+from textwrap import indent
 from typing import Any
 
 import numba
@@ -16,7 +18,7 @@ from halfstep import primitives
 from halfstep.contracts import BLOCK, Plan
 from halfstep.formats.counter import first_half, keyed, random_bits, second_half, stream_key
 
-_jit = functools.partial(numba.njit, nogil=True, error_model="numpy")  # no fastmath: nothing contracts into an FMA
+jit = functools.partial(numba.njit, nogil=True, error_model="numpy")  # no fastmath: nothing contracts into an FMA
 
 
 def _intrinsic(result: types.Type, argument: types.Type, code: Callable[[Any, Any], Any]) -> Any:
@@ -48,14 +50,14 @@ def _select(_context: Any, condition: types.Type, a: types.Type, b: types.Type) 
 
 
 WORDS: dict[str, Callable[..., Any]] = {
-    "sqrt": _jit(lambda x: math.sqrt(x)),
-    "div": _jit(lambda a, b: a / b),
+    "sqrt": jit(lambda x: math.sqrt(x)),
+    "div": jit(lambda a, b: a / b),
     "bits": _bits,
-    "from_bits": _jit(lambda b: _float(np.int32(b))),
-    "to_i32": _jit(lambda b: np.int32(b)),
-    "to_f32": _jit(lambda b: np.float32(b)),
+    "from_bits": jit(lambda b: _float(np.int32(b))),
+    "to_i32": jit(lambda b: np.int32(b)),
+    "to_f32": jit(lambda b: np.float32(b)),
     "select": _select,
-    "widen_f16": _jit(lambda half: _widen(np.int32(half))),
+    "widen_f16": jit(lambda half: _widen(np.int32(half))),
     "narrow_f16": _narrow,
 }
 
@@ -63,85 +65,73 @@ WORDS: dict[str, Callable[..., Any]] = {
 @functools.cache
 def bind(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``function`` over scalars, as machine code."""
-    return primitives.bind(function, WORDS, _jit, constant=lambda number: number)
+    return primitives.bind(function, WORDS, jit, constant=lambda number: number)
 
 
-# Plans differ in the number of their parts, so a plan's loop is written out from this text: an element's parts are
+# Plans differ in the number of their parts, so a plan's loops are written out from these texts. An element's parts are
 # read, passed through load, update and store, and written back.
-_LOOP = """
-def loop(size, {arguments}):
-    wide()
-    {start}
-    for i in range(size):
-        {body}
-    return {results}
-"""
-
-# Work is counted in elements where no part is shared, and a run ends where the high word of the index changes, which is
-# a part of the key.
-_RUNS = """
+_TENSORS = """
 def kernel(addresses, offsets, numbers, scalars, tensor, begin, end, saturated):
     wide()
+    {buffers}
     while begin < end:
-        {keys}
-        stop = min(end, offsets[tensor + 1])
-        while begin < stop:
-            first = begin - offsets[tensor]
-            index = numbers[tensor, 3] + first
-            size = min(stop - begin, 2**30, 2**32 - (index & 0xFFFFFFFF))
-            {folds}
-            saturated[tensor] += loop(size, {passed})
-            begin += size
+        {known}
+        origin, high = numbers[tensor, 3], int64(-1)
+        left, right = begin - offsets[tensor], min(end, offsets[tensor + 1]) - offsets[tensor]
+        {walk}
+        begin = offsets[tensor] + right
         tensor += 1
+    {kept}
+"""
+
+# Work is counted in elements where no part is shared.
+_RUNS = """
+first = left
+while first < right:
+    index, size = origin + first, min(right - first, 2**30)
+    {elements}
+    first += size
 """
 
 # Where a part is shared work is counted in blocks. A block's values go into buffers as they are measured, and from
 # there through store once the largest is known.
 _BLOCKS = """
-def keep(size, {kept}):
-    wide()
-    {unset}
-    for i in range(size):
+length = numbers[tensor, 4]
+blocks = (length + BLOCK - 1) // BLOCK
+row = left // blocks
+place = (left - row * blocks) * BLOCK
+for block in range(left, right):
+    begun, whole = row * length + place, min(BLOCK, length - place)
+    {unknown}
+    done = 0
+    while done < whole:
+        first = begun + done
+        index, size = origin + first, whole - done
+        {elements}
+        done += size
+    for i in range(whole):
         {stores}
-    return {entries},
+    {written}
+    place += BLOCK
+    if place >= length:
+        row, place = row + 1, 0
+"""
 
-
-def kernel(addresses, offsets, numbers, scalars, tensor, begin, end, saturated):
-    wide()
-    buffers = empty((MEASURED, BLOCK), int32)
-    buffer = buffers.ctypes.data
-    while begin < end:
-        {keys}
-        stop = min(end, offsets[tensor + 1])
-        length = numbers[tensor, 4]
-        blocks = (length + BLOCK - 1) // BLOCK
-        row = (begin - offsets[tensor]) // blocks
-        place = (begin - offsets[tensor] - row * blocks) * BLOCK
-        for block in range(begin - offsets[tensor], stop - offsets[tensor]):
-            start, whole, done = row * length + place, min(BLOCK, length - place), 0
-            {unknown}
-            while done < whole:
-                first = start + done
-                index = numbers[tensor, 3] + first
-                size = min(whole - done, 2**32 - (index & 0xFFFFFFFF))
-                {folds}
-                counted, {found} = loop(size, {passed})
-                saturated[tensor] += counted
-                {grown}
-                done += size
-            {entries}, = keep(whole, {handed})
-            {written}
-            place += BLOCK
-            if place >= length:
-                row, place = row + 1, 0
-        begin = stop
-        tensor += 1
-    # Numba frees what is not used any more, and does not know that its address is
-    return buffers[0, 0]
+# The high word of an index is a part of the key, and a run ends where it changes.
+_ELEMENTS = """
+if index >> 32 != high:
+    high = index >> 32
+    {folds}
+at, size = int32(index), min(size, 2**32 - (index & 0xFFFFFFFF))
+counted = int32(0)
+for i in range(size):
+    {body}
+saturated[tensor] += counted
 """
 
 
-def _wide(context: Any) -> Any:
+@intrinsic
+def wide(context: Any) -> Any:
     """Ask LLVM for vectors as wide as the CPU has, in the function that calls this; by itself it stays at 256 bits."""
 
     def code(_context, builder, _signature, _values):
@@ -152,7 +142,17 @@ def _wide(context: Any) -> Any:
     return types.void(), code
 
 
-def _accesses(number: type[np.number], scope: int, scopes: int) -> tuple[Any, Any]:
+@intrinsic
+def _beyond(_context: Any, at: types.Type, i: types.Type) -> Any:
+    """The index ``i`` elements on, in 32 bits from the start: cut later, it would be counted in lanes of 64."""
+
+    def code(_context, builder, _signature, values):
+        return builder.add(values[0], builder.trunc(values[1], _I32))
+
+    return types.int32(types.int32, types.int64), code
+
+
+def accesses(number: type[np.number], scope: int, scopes: int) -> tuple[Any, Any]:
     """Functions that read and write element ``i`` behind an address: float32 as it is, integers as int32.
 
     To LLVM the memory of one scope is never that of another, so that it need not look where two overlap.
@@ -194,51 +194,54 @@ def _accesses(number: type[np.number], scope: int, scopes: int) -> tuple[Any, An
 _BITS = {1: np.int8, 2: np.int16}
 
 
-def _number(dtype: torch.dtype) -> type[np.number]:
+def number_of(dtype: torch.dtype) -> type[np.number]:
     """The numpy type through which a part's memory is seen: a float's bits, but for float32."""
     if dtype.is_floating_point and dtype is not torch.float32:
         return _BITS[dtype.itemsize]
     return getattr(np, str(dtype).removeprefix("torch."))
 
 
-def _lines(lines: Iterable[str], depth: int) -> str:
-    return f"\n{' ' * depth}".join(lines) or "pass"
+def filled(text: str, **lines: Iterable[str]) -> str:
+    """Put lines where a line of ``text`` is their name in braces, as deep as it stands."""
+    for name, found in lines.items():
+        inside = "\n".join(found) or "pass"
+        text = re.sub(rf"^( *){{{name}}}$", lambda at, inside=inside: indent(inside, at[1]), text, flags=re.MULTILINE)
+    return text
 
 
 class _Source:
     """The text of a plan's loops, and the names it uses.
 
-    ``pK`` is a part's address, ``eK`` the entry of a shared part for the block, ``vJ`` a format's value, ``mJ`` where
+    ``aK`` is a part's address, ``eK`` the entry of a shared part for the block, ``vJ`` a format's value, ``mJ`` where
     what is measured of it is kept, ``lJ`` the largest in the block, ``cN`` a scalar, ``keyN`` and ``foldN`` the key of
-    a pair of uses.
+    a pair of uses, which come from ``baseN`` and ``bareN`` for one high word of the index.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.parts = [part for format in (*plan.formats, plan.grad) for part in format.parts]
-        self.types = [_number(part.dtype) for part in self.parts]
+        self.types = [number_of(part.dtype) for part in self.parts]
         self.shared = [k for k, part in enumerate(self.parts) if part.shared]
         self.own = [k for k, part in enumerate(self.parts) if not part.shared]
         self.measured = [j for j, format in enumerate(plan.formats) if format.measure]
         self.pairs = range((max((use for use in plan.uses if use is not None), default=-1) + 2) // 2)
         # the rule's scalars are the arguments of its update that are nothing else; the gradient's factor comes first
         self.scalars = range(plan.rule.update.__code__.co_argcount - 1 - len(plan.moments))
-        self.names: dict[str, Any] = {"empty": np.empty, "BLOCK": BLOCK, "int32": np.int32, "float32": np.float32}
-        self.names |= {"MEASURED": len(self.measured), "wide": intrinsic(_wide)}
+        self.names: dict[str, Any] = {"empty": np.empty, "BLOCK": BLOCK, "int32": np.int32, "int64": np.int64}
+        self.names |= {"float32": np.float32}
+        self.names |= {"wide": wide, "beyond": _beyond}
         scopes = len(self.parts) + len(self.measured)
         for k, number in enumerate(self.types):
-            self.names[f"read{k}"], self.names[f"write{k}"] = _accesses(number, k, scopes)
+            self.names[f"read{k}"], self.names[f"write{k}"] = accesses(number, k, scopes)
         for k, j in enumerate(self.measured, start=len(self.parts)):
-            self.names[f"recall{j}"], self.names[f"note{j}"] = _accesses(np.int32, k, scopes)
+            self.names[f"recall{j}"], self.names[f"note{j}"] = accesses(np.int32, k, scopes)
         self.names |= {"load_grad": bind(plan.grad.load), "update": bind(plan.rule.update)}
         self.names |= {f.__name__: bind(f) for f in (stream_key, keyed, random_bits, first_half, second_half)}
-        #: parts that are written only once a block's largest is known
-        self.later: list[int] = []
         self.body, self.stores = self._element(plan)
 
     def _element(self, plan: Plan) -> tuple[list[str], list[str]]:
         """What is done to an element, and after that to one that was measured."""
         loads, kept, later, first = [], [], [], 0
-        random = [f"h{n} = random_bits(int32(at + i), key{n}, fold{n})" for n in self.pairs]
+        random = [f"h{n} = int32(random_bits(beyond(at, i), key{n}, fold{n}))" for n in self.pairs]
         for j, (format, use) in enumerate(zip(plan.formats, plan.uses, strict=True)):
             parts = range(first, first + len(format.parts))
             first = parts.stop
@@ -246,22 +249,22 @@ class _Source:
             loads.append(f"v{j} = load{j}({', '.join(map(self._read, parts))})")
             value = f"v{j}"
             if use is not None:
-                random.append(f"r{j} = {'second' if use % 2 else 'first'}_half(h{use // 2})")
+                random.append(f"r{j} = int32({'second' if use % 2 else 'first'}_half(h{use // 2}))")
                 value += f", r{j}"
             if format.measure:
                 self.names[f"measure{j}"] = bind(format.measure)
-                kept += [f"q{j} = int32(measure{j}({value}))", f"note{j}(m{j}, i, q{j})", f"l{j} = max(l{j}, q{j})"]
+                kept += [f"q{j} = int32(measure{j}({value}))", f"l{j} = max(l{j}, q{j})"]
+                kept.append(f"note{j}(m{j}, done + i, q{j})")
                 value = f"recall{j}(m{j}, i), l{j}"
             own = [k for k in parts if not self.parts[k].shared]
             results = [f"s{k}" if k in own else f"e{k}" for k in parts]
             stored = [f"{', '.join(results)}, = store{j}({value})"]
-            stored += [f"write{k}(p{k}, i, {self._cast(k)}(s{k}))" for k in own]
-            if format.measure:
-                self.later += own
+            place = "begun" if format.measure else "first"
+            stored += [f"write{k}(a{k}, {place} + i, {self._cast(k)}(s{k}))" for k in own]
             (later if format.measure else kept).extend(stored)
         if plan.weight.saturates:
-            self.names["saturates"] = bind(plan.weight.saturates)
-            kept.append("saturated = int32(saturated + int32(saturates(v0)))")
+            self.names |= {"saturates": bind(plan.weight.saturates), "select": _select}
+            kept.append("counted = select(saturates(v0), counted + 1, counted)")
         values = [f"v{j}" for j in range(len(plan.formats))]
         arguments = [values[0], "grad", *values[1:], *(f"c{k}" for k in self.scalars[1:])]
         step = [
@@ -274,52 +277,38 @@ class _Source:
         return "float32" if self.types[part] is np.float32 else "int32"
 
     def _read(self, part: int) -> str:
-        return f"e{part}" if self.parts[part].shared else f"read{part}(p{part}, i)"
-
-    def _address(self, part: int, start: str) -> str:
-        """Where a run of a part begins."""
-        return f"addresses[tensor, {part}] + {start} * {np.dtype(self.types[part]).itemsize}"
+        return f"e{part}" if self.parts[part].shared else f"read{part}(a{part}, first + i)"
 
     def text(self) -> str:
-        """The source of ``kernel`` and of what it calls."""
-        largest = [f"l{j}" for j in self.measured]
-        buffer = {j: f"buffer + {4 * BLOCK * k}" for k, j in enumerate(self.measured)}
-        arguments = {f"p{k}": self._address(k, "first") for k in self.own}
-        arguments |= {f"e{k}": f"read{k}(addresses[tensor, {k}], block)" for k in self.shared}
-        arguments |= {f"m{j}": f"{buffer[j]} + 4 * done" for j in self.measured}
-        arguments |= {f"c{k}": f"scalars[tensor, {k}]" for k in self.scalars}
-        arguments |= {"at": "int32(index)"} | {name: name for n in self.pairs for name in (f"key{n}", f"fold{n}")}
+        """The source of ``kernel``."""
         words = ", ".join(f"int32(numbers[tensor, {word})" for word in ("0]", "0] >> 32", "1]", "2]"))
-        loop = _LOOP.format(
-            arguments=", ".join(arguments),
-            start=_lines(["saturated = int32(0)", *(f"{name} = int32(0)" for name in largest)], 4),
-            body=_lines(self.body, 8),
-            results=", ".join(["saturated", *largest]),
-        )
-        walk = {
-            "keys": _lines((f"base{n}, bare{n} = stream_key({words}, {n})" for n in self.pairs), 8),
-            "passed": ", ".join(arguments.values()),
-        }
-        high = "int32(index >> 32)"
-        folds = [f"key{n}, fold{n} = int32(keyed(base{n}, {high})), int32(keyed(bare{n}, {high}))" for n in self.pairs]
+        known = [f"a{k} = addresses[tensor, {k}]" for k in range(len(self.parts))]
+        known += [f"c{k} = scalars[tensor, {k}]" for k in self.scalars]
+        known += [f"base{n}, bare{n} = stream_key({words}, {n})" for n in self.pairs]
+        known += [f"key{n} = fold{n} = int32(0)" for n in self.pairs]
+        of_high = [
+            f"{key}{n} = int32(keyed({base}{n}, int32(high)))"
+            for n in self.pairs
+            for key, base in (("key", "base"), ("fold", "bare"))
+        ]
+        elements = filled(_ELEMENTS, folds=of_high, body=self.body)
         if not self.shared:
-            return loop + _RUNS.format(folds=_lines(folds, 12), **walk)
-        handed = {f"p{k}": self._address(k, "start") for k in self.later}
-        handed |= {f"m{j}": buffer[j] for j in self.measured} | {name: name for name in largest}
-        entries = self.shared
-        return loop + _BLOCKS.format(
-            kept=", ".join(handed),
-            unset=_lines((f"e{k} = int32(0)" for k in entries), 4),
-            stores=_lines(self.stores, 8),
-            entries=", ".join(f"e{k}" for k in entries),
-            unknown=_lines((f"{name} = int32(0)" for name in largest), 12),
-            folds=_lines(folds, 16),
-            found=", ".join(f"q{j}" for j in self.measured),
-            grown=_lines((f"l{j} = max(l{j}, q{j})" for j in self.measured), 16),
-            handed=", ".join(handed.values()),
-            written=_lines((f"write{k}(addresses[tensor, {k}], block, {self._cast(k)}(e{k}))" for k in entries), 12),
-            **walk,
+            walk = filled(_RUNS, elements=elements.splitlines())
+            return filled(_TENSORS, buffers=(), known=known, walk=walk.splitlines(), kept=())
+        unknown = [f"l{j} = int32(0)" for j in self.measured]
+        unknown += [f"e{k} = int32(read{k}(a{k}, block))" for k in self.shared]
+        walk = filled(
+            _BLOCKS,
+            unknown=unknown,
+            elements=elements.splitlines(),
+            stores=self.stores,
+            written=[f"write{k}(a{k}, block, {self._cast(k)}(e{k}))" for k in self.shared],
         )
+        buffers = [f"buffers = empty(({len(self.measured)}, BLOCK), int32)"]
+        buffers += [f"m{j} = buffers.ctypes.data + {4 * BLOCK * k}" for k, j in enumerate(self.measured)]
+        # Numba frees what is not used any more, and does not know that its address is
+        kept = ["return buffers[0, 0]"]
+        return filled(_TENSORS, buffers=buffers, known=known, walk=walk.splitlines(), kept=kept)
 
 
 def compile_plan(plan: Plan) -> Callable[..., None]:
@@ -332,9 +321,6 @@ def compile_plan(plan: Plan) -> Callable[..., None]:
     source = _Source(plan)
     names = source.names
     exec(source.text(), names)
-    for name in ("loop", "keep"):
-        if name in names:
-            names[name] = _jit(names[name])
     table, row = numba.int64[:, ::1], numba.int64[::1]
     arguments = (table, row, table, numba.float32[:, ::1], numba.int64, numba.int64, numba.int64, row)
-    return _jit((numba.int32 if source.shared else numba.void)(*arguments))(names["kernel"])
+    return jit((numba.int32 if source.shared else numba.void)(*arguments))(names["kernel"])

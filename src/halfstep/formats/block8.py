@@ -20,7 +20,6 @@ import torch
 from halfstep.contracts import Format, Part
 from halfstep.formats.counter import GOLDEN
 from halfstep.formats.plain import INFINITY, MAGNITUDE, NAN, SIGN
-from halfstep.formats.stochastic import settled, sign_of
 from halfstep.primitives import bits, from_bits, select, sqrt, to_i32
 
 #: The bits of 2**64, below which the root of a second moment stays, so that its square is finite.
@@ -35,9 +34,12 @@ def exponent_of(largest):
 def measure_signed(value, random):
     b = bits(value)
     magnitude = b & MAGNITUDE
-    kept = settled(magnitude + to_i32(random << 4), magnitude, INFINITY - 1, INFINITY, NAN)
-    # the sign rides in the lowest bit, which the cut drops
-    return (kept & -2) | ((sign_of(b) >> 31) & 1)
+    # what is finite stays so, and infinity is what it is
+    end = select(magnitude < INFINITY, INFINITY - 1, magnitude)
+    kept = to_i32(magnitude + to_i32(random << 4))
+    kept = select(kept > end, end, kept)
+    # the sign rides in the lowest bit, which the cut drops; a NaN has none, since which it has differs by machine
+    return select(magnitude > INFINITY, NAN, (kept & -2) | ((b >> 31) & 1))
 
 
 def store_signed(kept, largest):
@@ -66,10 +68,12 @@ def measure_square(value, random):
     root = bits(sqrt(value)) & MAGNITUDE
     # To keep the mean of the root's root, c units from 0, what is p of a unit above the last goes up with a probability
     # of p + p (1 - p) / 4c. The c from 16 to 31 are taken alike, 3/256.
-    upper = random >> 4
-    random = random + (to_i32(upper * (4096 - upper) * 3) >> 16)
-    kept = settled(root + to_i32(random << 3), root, ROOTS_END - 1, ROOTS_END - 1, NAN)
-    return select(root == 0, 0, kept)
+    upper = to_i32(random >> 4)
+    raised = to_i32(random + (to_i32(to_i32(upper * to_i32(4096 - upper)) * 3) >> 16))
+    kept = to_i32(root + to_i32(raised << 3))
+    kept = select(kept > ROOTS_END - 1, ROOTS_END - 1, kept)
+    kept = select(root == 0, 0, kept)
+    return select(root > INFINITY, NAN, kept)
 
 
 def store_square(kept, largest):

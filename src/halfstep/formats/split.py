@@ -22,7 +22,7 @@ from halfstep.formats.plain import (
     saturates_bf16,
     saturates_f16,
 )
-from halfstep.formats.stochastic import REBASED, counted_bf16, counted_f16, settled, sign_of
+from halfstep.formats.stochastic import REBASED, counted_bf16, counted_f16, settled, signed
 from halfstep.primitives import bits, from_bits, narrow_f16, select, to_f32, to_i32, widen_f16
 
 #: 1.5 * 2**23: adding it rounds a float below 2**22 to an integer, ties to even, which its low bits then hold.
@@ -91,15 +91,18 @@ def parted8(weight, count, infinity, nan):
     b = bits(weight)
     # what is finite ends at the last unit that rounds to a finite param
     count = settled(count, b & MAGNITUDE, infinity * 256 - 129, infinity * 256, nan * 256)
-    remainder = to_i32(count << 24) >> 24
     # a remainder that rounds up carries into the param
-    return (to_i32(count - remainder) >> 8) | (sign_of(b) >> 16), remainder
+    return signed(to_i32(count + 128) >> 8, b, nan), to_i32(count << 24) >> 24
 
 
 def load_split8_bf16(param, remainder):
-    magnitude = to_i32(joined8(param, remainder) << 8)
-    magnitude = select((param & 0x7FFF) >= INFINITY_BF16, to_i32((param & 0x7FFF) << 16), magnitude)
-    return from_bits(magnitude | (param & SIGN))
+    #: $|w| = |p| + r \cdot 2^{-8}\,\mathrm{ulp}(p)$
+    nearest = to_i32(param << 16)
+    magnitude = nearest & MAGNITUDE
+    weight = to_i32(magnitude + to_i32(remainder << 8))
+    # not below 0: the remainder of a param that was written since may be any
+    weight = select(weight < 0, 0, weight)
+    return from_bits(select(magnitude < INFINITY, weight, magnitude) | (nearest & SIGN))
 
 
 def store_split8_bf16(weight, random):

@@ -50,9 +50,9 @@ def counted_f16(magnitude, random, more):
     return select(exponent < 113, small, normal)
 
 
-def sign_of(b):
-    """The sign bit; a NaN has none, since which it has differs by machine."""
-    return select((b & MAGNITUDE) > INFINITY, 0, b & SIGN)
+def signed(param, b, nan):
+    """``param`` with the sign of float32 bits; a NaN has none, since which it has differs by machine."""
+    return select((b & MAGNITUDE) > INFINITY, nan, param | ((b & SIGN) >> 16))
 
 
 def settled(count, magnitude, largest, infinity, nan):
@@ -64,7 +64,7 @@ def settled(count, magnitude, largest, infinity, nan):
 
 def param_of(value, count, infinity, nan):
     b = bits(value)
-    return settled(count, b & MAGNITUDE, infinity - 1, infinity, nan) | (sign_of(b) >> 16)
+    return signed(settled(count, b & MAGNITUDE, infinity - 1, infinity, nan), b, nan)
 
 
 def store_stochastic_bf16(value, random):

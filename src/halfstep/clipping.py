@@ -1,0 +1,54 @@
+"""The norm of all gradients and the clip by it, fused with the step: no gradient is written."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.engine import HalfOptimizer
+from halfstep.gradients import Clip, innermost, sum_of_squares
+from halfstep.scaler import GradScaler
+
+
+def clip_grad_norm_(optimizer: Any, max_norm: float, scaler: GradScaler | None = None) -> Tensor:
+    r"""Let the next step clip: it multiplies the gradients $g$ by $\min(1, m / (\lVert g \rVert + 10^{-6}))$.
+
+    Call it between the last backward and the step. The gradients stay as they are; one read of them checks and sums
+    squares, and the step's own unscales, clips and updates. The step drops the clip, also where it is skipped.
+
+    Args:
+        optimizer: one of halfstep's, or a wrapper that has it as ``.optimizer``.
+        max_norm: $m$, >= 0, in units of the unscaled gradients.
+        scaler: what scaled the loss and will step; None where nothing is scaled.
+
+    Returns:
+        $\lVert g \rVert$, the 2-norm of all of the optimizer's gradients together, unscaled: float32, no dimensions, on
+        the CPU. It is not finite where a gradient is not; then a scaler skips the step, and without one it raises.
+
+    Raises:
+        TypeError: ``optimizer`` or ``scaler`` is not halfstep's.
+        ValueError: ``max_norm`` is negative or NaN.
+
+    Exactness:
+        Squares are added in float64, in one order on every backend. The factor and the scale's inverse are one number
+        to the step, rounded once, where `torch.nn.utils.clip_grad_norm_` on float32 gradients rounds twice.
+    """
+    inner = innermost(optimizer)
+    if not isinstance(inner, HalfOptimizer):
+        raise TypeError(
+            f"optimizer is {_type(inner)}: must be one of halfstep's, whose step clips; for others use "
+            "torch.nn.utils.clip_grad_norm_(params, max_norm) after scaler.unscale_(optimizer)"
+        )
+    if not isinstance(scaler, GradScaler | None):
+        raise TypeError(f"scaler is {_type(scaler)}: must be the halfstep.GradScaler that scaled the loss, or None")
+    if not (isinstance(max_norm, int | float | Tensor) and max_norm >= 0):
+        raise ValueError(f"max_norm={max_norm!r}: must be a number >= 0, the largest norm of the unscaled gradients")
+    inverse = 1.0 if scaler is None else scaler.inverse_of(inner)
+    norm = math.sqrt(sum_of_squares(inner)) * inverse
+    inner._clip = Clip.of(inner, norm, float(max_norm), inverse)
+    return torch.tensor(norm, dtype=torch.float32)
+
+
+def _type(thing: Any) -> str:
+    return f"a {type(thing).__module__}.{type(thing).__qualname__}"
