@@ -1,55 +1,56 @@
-"""Time a step of one large tensor in every format against the machine's memory: python benchmarks/step.py [params].
+"""Time a step beside the memory, torch and other libraries: python benchmarks/step.py, the whole of `halfstep bench`.
 
-A step moves bytes, so its limit is the memory. The triad (a = b + s c on float32, 12 bytes an element) measures that
-limit in the same run, interleaved with the steps; each figure is the median over the rounds.
+One run times one tensor of 33.6 million params, GPT-2 small's tensors and 20,000 tensors of 100, and then what a step
+costs beside its time. It takes about 20 GB of memory and half an hour, most of it the slowest of the other libraries
+(`pip install 'halfstep[cli,peers]'`; where they are missing, the tables say so). ``--docs`` writes docs/performance.md,
+its picture and its JSON; otherwise they go to --out.
 """
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
-import torch
+from halfstep.bench import costs
+from halfstep.bench.parity import Red
+from halfstep.bench.run import run
+from halfstep.bench.settings import SHAPES, Settings, Sizes
+from halfstep.cli.settings import claim
+from step_report import write_report
 
-import halfstep
-from halfstep.formats import WEIGHTS
+DOCS = Path(__file__).parent.parent / "docs"
 
-ROUNDS = 11
-
-
-def optimizer(weights: str, dtype: torch.dtype, n: int) -> tuple[Callable[[], None], int]:
-    """A step to time, and the bytes it moves for each param: what it reads and what it writes."""
-    param = torch.nn.Parameter(torch.randn(n).to(dtype))
-    param.grad = torch.randn(n).to(dtype)
-    stepped = halfstep.AdamW([param], lr=1e-4, weights=weights, backend="cpu")
-    stepped.step()
-    kept = [value for value in stepped.state[param].values() if isinstance(value, torch.Tensor)]
-    return stepped.step, param.grad.element_size() + 2 * sum(t.element_size() for t in [param, *kept])
+#: why a target is not met, by its key in step_report.TARGETS; the page prints it where that is so
+UNMET: dict[str, str] = {}
 
 
-def main() -> None:
-    """Print one line a format: milliseconds, GB/s, and its time over the triad's for the same bytes."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("params", nargs="?", type=int, default=2**25, help="parameters in the tensor (default 2**25)")
-    n = parser.parse_args().params
-    a, b, c = torch.empty(n), torch.randn(n), torch.randn(n)
-    steps: dict[str, tuple[Callable[[], object], int]] = {"triad": (lambda: torch.add(b, c, alpha=2.0, out=a), 12)}
-    for weights in WEIGHTS:
-        for dtype in (torch.bfloat16, torch.float16):
-            steps[f"{weights} {str(dtype).removeprefix('torch.')}"] = optimizer(weights, dtype, n)
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(ROUNDS):
-        for name, (step, _) in steps.items():
-            start = time.perf_counter()
-            step()
-            seconds[name].append(time.perf_counter() - start)
-    print(f"{n:,} params, {torch.get_num_threads()} threads, torch {torch.__version__}, median of {ROUNDS}")
-    print(f"{'':>20} {'ms':>8} {'bytes':>6} {'GB/s':>6}  time / triad's for as many bytes")
-    for name, (_, moved) in steps.items():
-        time_ = statistics.median(seconds[name])
-        pairs = zip(seconds[name], seconds["triad"], strict=True)
-        ratio = statistics.median(s / moved / (t / 12) for s, t in pairs)
-        print(f"{name:>20} {time_ * 1e3:8.1f} {moved:6} {moved * n / time_ / 1e9:6.1f}  {ratio:.2f}")
+def main(arguments: Sequence[str] | None = None, sizes: Sizes | None = None) -> None:
+    """Measure everything, print the tables and write the page; ``sizes`` are smaller in the tests."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--params", type=int, default=2**25, help="elements of the one tensor (default 2**25)")
+    parser.add_argument("--rounds", type=int, default=21, help="how often each is timed (default 21)")
+    parser.add_argument("--out", type=Path, default=Path("runs/step"))
+    parser.add_argument("--docs", action="store_true", help="write to docs/ rather than to --out")
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    options = parser.parse_args(given)
+    out = DOCS if options.docs else options.out
+    claim(out)
+    settings = Settings(params=options.params, shape=SHAPES, rounds=options.rounds, sizes=sizes or Sizes())
+
+    def tell(text: str) -> None:
+        print(text, flush=True)
+
+    try:
+        results = run(settings, tell)
+    except Red as red:
+        sys.exit(str(red))
+    tell("import, first steps and temporary memory, in processes of their own")
+    results = replace(results, costs=costs.measure(options.params))
+    print(results.plain())
+    write_report(out, results, UNMET, shlex.join(["python", "benchmarks/step.py", *given]))
+    print(f"In {out}: performance.md, performance.json, performance.png")
 
 
 if __name__ == "__main__":

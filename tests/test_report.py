@@ -5,6 +5,7 @@ import torch
 from torch.nn import Parameter
 
 from halfstep import backends
+from halfstep.bench.shapes import GPT2_SMALL
 from halfstep.formats import MOMENTS, WEIGHTS
 from halfstep.rules.adam import ADAM
 from harness import plans
@@ -73,11 +74,7 @@ def test_memory_is_what_the_tensors_take(name: str, weights: str, moments: str, 
 
 @pytest.mark.parametrize(("weights", "most"), [("split16", 8.1), ("split8", 7.1)])
 def test_gpt2_small_takes_8_1_and_7_1_bytes_a_parameter(weights: str, most: float) -> None:
-    # vocabulary, positions, 12 layers of 12 tensors, the last norm: GPT-2 small's 148 tensors
-    layer = [(768,), (768,), (2304, 768), (2304,), (768, 768), (768,)]
-    layer += [(768,), (768,), (3072, 768), (3072,), (768, 3072), (768,)]
-    shapes = [(50257, 768), (1024, 768), *layer * 12, (768,), (768,)]
-    over = [Parameter(torch.zeros(shape, dtype=torch.bfloat16)) for shape in shapes]
+    over = [Parameter(torch.zeros(shape, dtype=torch.bfloat16)) for shape in GPT2_SMALL]
     optimizer = make("AdamW", over, weights=weights, moments="block8")
     for param in over:
         param.grad = torch.zeros_like(param)
