@@ -15,8 +15,8 @@ from halfstep.backends import cpu
 from halfstep.formats import GRADS
 from halfstep.gradients import sum_of_squares
 from harness import assert_same
-from scaling import Wrapper, snapshot
-from scaling import assert_same as assert_same_all
+from scaled import Wrapper, snapshot
+from scaled import assert_same as assert_same_all
 from training import OPTIMIZERS, assert_alike, gradients, make, params
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from halfstep.backends import BACKENDS, cpu, eager, loops
+from halfstep.backends import BACKENDS, cpu, eager, traced
 from halfstep.contracts import Counter, Format, Job, Plan
 from halfstep.formats import GRADS, MOMENTS, WEIGHTS
 from halfstep.primitives import VOCABULARY
@@ -154,7 +154,7 @@ def test_p10_strides_change_nothing(plan: Plan, backend: str, monkeypatch: pytes
 
 
 def test_every_backend_binds_every_word() -> None:
-    assert set(VOCABULARY) == set(eager.WORDS) == set(loops.WORDS)
+    assert set(VOCABULARY) == set(eager.WORDS) == set(traced.WORDS)
 
 
 def test_an_unbound_word_says_what_to_do() -> None:

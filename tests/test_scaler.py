@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 import halfstep
 from harness import allocations
-from scaling import WAYS, adamw, assert_same, backward, iterate, param, snapshot, step
+from scaled import WAYS, adamw, assert_same, backward, iterate, param, snapshot, step
 
 INF = float("inf")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import halfstep
-from scaling import adamw, param, scales
+from scaled import adamw, param, scales
 
 NAN = float("nan")
 

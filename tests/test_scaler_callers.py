@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import halfstep
-from scaling import WAYS, Wrapper, adamw, assert_same, backward, iterate, param, snapshot, step
+from scaled import WAYS, Wrapper, adamw, assert_same, backward, iterate, param, snapshot, step
 
 INF = float("inf")
 

@@ -10,7 +10,7 @@ from torch import optim
 from torch.nn import Parameter
 
 import halfstep
-from scaling import Wrapper, adamw, assert_same, backward, param, snapshot
+from scaled import Wrapper, adamw, assert_same, backward, param, snapshot
 
 INF = float("inf")
 OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import halfstep
-from scaling import adamw, assert_same, backward, iterate, param, scales, snapshot
+from scaled import adamw, assert_same, backward, iterate, param, scales, snapshot
 
 INF, NAN = float("inf"), float("nan")
 
@@ -116,7 +116,7 @@ def test_p12_the_scale_never_reaches_zero(half: torch.dtype, bad: float) -> None
     with pytest.warns(RuntimeWarning, match=f"^A step was skipped at the smallest scale, .*{said}") as warned:
         train()
     assert len(warned) == 1
-    assert warned[0].filename.endswith("scaling.py")  # where update() was called
+    assert warned[0].filename.endswith("scaled.py")  # where update() was called
     assert seen == [max(2.0 ** (15 - k), 2.0**-14) for k in range(400)]
     assert_same(snapshot(optimizer), before)
     scaler.set_growth_interval(1)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import halfstep
-from scaling import WAYS, adamw, assert_same, backward, iterate, param, snapshot, step
+from scaled import WAYS, adamw, assert_same, backward, iterate, param, snapshot, step
 
 INF = float("inf")
 FIVE = ["scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"]

@@ -2,18 +2,23 @@
 
 import ast
 import inspect
+import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numba
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 import halfstep.formats
 import halfstep.rules
 from halfstep import primitives
-from halfstep.backends import eager, loops
+from halfstep.backends import eager, traced
 from halfstep.formats.plain import load_bf16
-from halfstep.primitives import VOCABULARY, bind, bits, to_i32
+from halfstep.primitives import VOCABULARY, bind, bits, select, sqrt, to_i32
 from halfstep.rules.adam import adam
 
 FILES = [
@@ -105,10 +110,6 @@ def third(x):
     return x * 0.1 + 0.3
 
 
-def wide(x):
-    return bits(x) + 0x7FFFFFFF
-
-
 def wrapped(x):
     return to_i32(bits(x) + 0x7FFFFFFF) >> 1
 
@@ -121,22 +122,91 @@ def scaled(x):
     return third(x) * FACTOR
 
 
+def compiled(function: Callable[..., Any], *arguments: np.ndarray) -> Tensor:
+    """What ``function``, compiled, makes of arrays, element by element."""
+    formula = traced.bind(function)
+
+    @numba.njit
+    def unary(x):
+        return np.array([formula(x[i]) for i in range(len(x))])
+
+    @numba.njit
+    def binary(x, y):
+        return np.array([formula(x[i], y[i]) for i in range(len(x))])
+
+    each: Any = unary if len(arguments) == 1 else binary
+    return torch.from_numpy(each(*arguments))
+
+
 def test_float_constants_are_float32_to_every_backend() -> None:
     x = torch.randn(10_000)
     for function in (third, scaled):
-        compiled = loops.bind(function)
-        got = torch.tensor([compiled(value) for value in x.numpy()])
-        assert compiled(np.float32(1)).__class__ is float, "Numba hands a float32 back as a Python float"
+        got = compiled(function, x.numpy())
+        assert got.dtype is torch.float32
         assert torch.equal(eager.bind(function)(x), got)
     assert torch.equal(eager.bind(third)(x), x * torch.tensor(0.1) + torch.tensor(0.3))
 
 
-def test_to_i32_wraps_where_integers_are_wider() -> None:
+def test_integers_wrap_at_32_bits() -> None:
     x = torch.randn(1_000)
-    assert torch.equal(
-        eager.bind(wrapped)(x), torch.tensor([loops.bind(wrapped)(v) for v in x.numpy()], dtype=torch.int32)
-    )
-    assert any(loops.bind(wide)(v) > 2**31 for v in x.numpy()), "without it this would not be tested"
+    got = compiled(wrapped, x.numpy())
+    assert got.dtype is torch.int32
+    assert torch.equal(eager.bind(wrapped)(x), got)
+    assert ((x.view(torch.int32).long() + 0x7FFFFFFF) >= 2**31).any(), "without it this would not be tested"
+
+
+@pytest.mark.parametrize("symbol", ["<", "<=", ">", ">=", "==", "!="])
+def test_comparisons_with_nan_are_those_of_torch(symbol: str) -> None:
+    function = comparing(symbol)
+    x, y = torch.tensor([[a, b] for a in (math.nan, 1.0, -1.0, math.inf) for b in (math.nan, 1.0)]).t().contiguous()
+    assert torch.equal(compiled(function, x.numpy(), y.numpy()), eager.bind(function)(x, y))
+
+
+def comparing(symbol: str) -> Callable[..., Any]:
+    """A function of two floats that is 1 where they compare so, and else 0."""
+    scope: dict[str, Any] = {"select": select, "__name__": __name__}
+    exec(f"def compare(x, y):\n    return select(x {symbol} y, 1, bits(x) & 0)", {"bits": bits, **scope}, scope)
+    return scope["compare"]
+
+
+def from_the_left(x):
+    return (1 - x) * 3.0 + (0.5 + x)
+
+
+def from_the_left_of_bits(x):
+    b = bits(x) & 7
+    return to_i32(to_i32(1 << b) + (5 - b) + (6 ^ b) + (3 | b) + (2 * b)) + (-9 >> b)
+
+
+def test_numbers_may_stand_on_the_left() -> None:
+    x = torch.randn(1_000)
+    for function in (from_the_left, from_the_left_of_bits):
+        assert torch.equal(compiled(function, x.numpy()), eager.bind(function)(x))
+
+
+def halved(x):
+    return bits(x) * 0.5
+
+
+def mixed(x):
+    return bits(x) + x
+
+
+def xored(x):
+    return x ^ x
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (halved, r"0.5 meets an integer: use to_f32"),
+        (mixed, r"no add of i32 and float: use from_bits, to_f32, bits"),
+        (xored, r"no xor of float and float"),
+    ],
+)
+def test_the_two_kinds_of_value_do_not_mix(function: Callable[..., Any], text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        compiled(function, np.ones(1, np.float32))
 
 
 def test_bind_leaves_the_function_itself_alone() -> None:
@@ -172,12 +242,16 @@ def test_every_word_is_documented_and_typed() -> None:
         assert "return" in inspect.get_annotations(word), name
 
 
+def rooted(x):
+    return sqrt(x)
+
+
 def test_a_square_root_is_correctly_rounded() -> None:
     x = torch.rand(200_000) * torch.randn(200_000).exp()
     # float64's root, rounded once more, is the correctly rounded float32 root (53 >= 2 * 24 + 2 bits)
     want = torch.from_numpy(np.sqrt(x.double().numpy()).astype(np.float32))
     assert torch.equal(eager.WORDS["sqrt"](x), want)
-    assert torch.equal(torch.tensor([loops.WORDS["sqrt"](v) for v in x[:20_000].numpy()]), want[:20_000])
+    assert torch.equal(compiled(rooted, x.numpy()), want)
 
 
 def test_bfloat16_reads_as_torch_reads_it() -> None:

@@ -9,7 +9,8 @@ from collections.abc import Callable
 import numba
 import numpy as np
 
-from halfstep.backends.loops import accesses, bind, filled, jit, number_of, wide
+from halfstep.backends.loops import accesses, filled, jit, number_of, wide
+from halfstep.backends.traced import bind
 from halfstep.contracts import CHUNK, Format
 
 #: Lanes of a chunk whose first additions need no memory between them; what they leave goes on in a buffer.

@@ -1,9 +1,8 @@
 """A plan's loops as machine code: the shared functions, compiled by Numba, in a loop written out for its parts."""
 
 import functools
-import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from textwrap import indent
 from typing import Any
 
@@ -14,58 +13,30 @@ from llvmlite import ir
 from numba import types  # pyright: ignore[reportPrivateImportUsage]
 from numba.extending import intrinsic
 
-from halfstep import primitives
+from halfstep.backends.traced import bind
 from halfstep.contracts import BLOCK, Plan
 from halfstep.formats.counter import first_half, keyed, random_bits, second_half, stream_key
+from halfstep.primitives import select, to_i32
 
-jit = functools.partial(numba.njit, nogil=True, error_model="numpy")  # no fastmath: nothing contracts into an FMA
+#: No fastmath: nothing contracts into an FMA.
+_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
+jit = functools.partial(numba.njit, **_OPTIONS)
 
+#: How many elements ahead of a block memory is asked for, and how much of it at once. A CPU does so by itself, but only
+#: to the end of a page, and pages of bytes end often: without it steps in blocks took 1.4 times as long.
+AHEAD, LINE = 1024, 64
 
-def _intrinsic(result: types.Type, argument: types.Type, code: Callable[[Any, Any], Any]) -> Any:
-    """A function of one value, given as LLVM instructions: ``code(builder, value)``."""
-
-    def typed(context, value):
-        return result(argument), lambda _context, builder, _signature, values: code(builder, values[0])
-
-    return intrinsic(typed)
-
-
-_I16, _I32, _HALF, _FLOAT = ir.IntType(16), ir.IntType(32), ir.HalfType(), ir.FloatType()
-_bits = _intrinsic(types.int32, types.float32, lambda b, x: b.bitcast(x, _I32))
-_float = _intrinsic(types.float32, types.int32, lambda b, x: b.bitcast(x, _FLOAT))
-_widen = _intrinsic(types.float32, types.int32, lambda b, x: b.fpext(b.bitcast(b.trunc(x, _I16), _HALF), _FLOAT))
-_narrow = _intrinsic(types.int32, types.float32, lambda b, x: b.sext(b.bitcast(b.fptrunc(x, _HALF), _I16), _I32))
+_I32, _FLOAT = ir.IntType(32), ir.FloatType()
 
 
-@intrinsic
-def _select(_context: Any, condition: types.Type, a: types.Type, b: types.Type) -> Any:
-    """An instruction and no branch; of integers the low 32 bits, since Numba's constants have 64, and would spread."""
-    seen = types.int32 if isinstance(a, types.Integer) and isinstance(b, types.Integer) else types.float32
-
-    def code(context, builder, signature, values):
-        chosen = (context.cast(builder, v, t, seen) for v, t in zip(values[1:], signature.args[1:], strict=True))
-        return builder.select(context.cast(builder, values[0], signature.args[0], types.boolean), *chosen)
-
-    return seen(condition, a, b), code
+def beyond(at, i):
+    """The index ``i`` elements on, in 32 bits from the start: cut later, it would be counted in lanes of 64."""
+    return to_i32(at + i)
 
 
-WORDS: dict[str, Callable[..., Any]] = {
-    "sqrt": jit(lambda x: math.sqrt(x)),
-    "div": jit(lambda a, b: a / b),
-    "bits": _bits,
-    "from_bits": jit(lambda b: _float(np.int32(b))),
-    "to_i32": jit(lambda b: np.int32(b)),
-    "to_f32": jit(lambda b: np.float32(b)),
-    "select": _select,
-    "widen_f16": jit(lambda half: _widen(np.int32(half))),
-    "narrow_f16": _narrow,
-}
-
-
-@functools.cache
-def bind(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` over scalars, as machine code."""
-    return primitives.bind(function, WORDS, jit, constant=lambda number: number)
+def tally(count, one_more):
+    """A count of what is so, in 32 bits."""
+    return select(one_more, count + 1, count)
 
 
 # Plans differ in the number of their parts, so a plan's loops are written out from these texts. An element's parts are
@@ -81,7 +52,6 @@ def kernel(addresses, offsets, numbers, scalars, tensor, begin, end, saturated):
         {walk}
         begin = offsets[tensor] + right
         tensor += 1
-    {kept}
 """
 
 # Work is counted in elements where no part is shared.
@@ -103,6 +73,7 @@ place = (left - row * blocks) * BLOCK
 for block in range(left, right):
     begun, whole = row * length + place, min(BLOCK, length - place)
     {unknown}
+    {fetches}
     done = 0
     while done < whole:
         first = begun + done
@@ -131,25 +102,46 @@ saturated[tensor] += counted
 
 
 @intrinsic
-def wide(context: Any) -> Any:
+def wide(_typing: Any) -> Any:
     """Ask LLVM for vectors as wide as the CPU has, in the function that calls this; by itself it stays at 256 bits."""
 
-    def code(_context, builder, _signature, _values):
+    def code(context, builder, _signature, _values):
         # llvmlite's own add() knows no attribute with a value
         set.add(builder.function.attributes, '"prefer-vector-width"="512"')
-        return _context.get_dummy_value()
+        return context.get_dummy_value()
 
     return types.void(), code
 
 
+@functools.cache
+def room(size: int) -> Any:
+    """A function that returns the address of so many bytes, which are its caller's while that runs."""
+
+    def typed(_context):
+        def code(_context, builder, _signature, _values):
+            with builder.goto_entry_block():
+                found = builder.alloca(ir.ArrayType(ir.IntType(8), size))
+            found.align = LINE
+            return builder.ptrtoint(found, ir.IntType(64))
+
+        return types.int64(), code
+
+    return intrinsic(typed)
+
+
 @intrinsic
-def _beyond(_context: Any, at: types.Type, i: types.Type) -> Any:
-    """The index ``i`` elements on, in 32 bits from the start: cut later, it would be counted in lanes of 64."""
+def fetch(_typing: Any, address: types.Type) -> Any:
+    """Ask for the memory behind an address, which may lie behind a tensor's end: nothing is read."""
 
-    def code(_context, builder, _signature, values):
-        return builder.add(values[0], builder.trunc(values[1], _I32))
+    def code(context, builder, _signature, values):
+        byte = ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [byte, _I32, _I32, _I32])
+        name = "llvm.prefetch.p0i8"
+        function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+        builder.call(function, [builder.inttoptr(values[0], byte), _I32(1), _I32(3), _I32(1)])
+        return context.get_dummy_value()
 
-    return types.int32(types.int32, types.int64), code
+    return types.void(types.int64), code
 
 
 def accesses(number: type[np.number], scope: int, scopes: int) -> tuple[Any, Any]:
@@ -226,22 +218,22 @@ class _Source:
         self.pairs = range((max((use for use in plan.uses if use is not None), default=-1) + 2) // 2)
         # the rule's scalars are the arguments of its update that are nothing else; the gradient's factor comes first
         self.scalars = range(plan.rule.update.__code__.co_argcount - 1 - len(plan.moments))
-        self.names: dict[str, Any] = {"empty": np.empty, "BLOCK": BLOCK, "int32": np.int32, "int64": np.int64}
-        self.names |= {"float32": np.float32}
-        self.names |= {"wide": wide, "beyond": _beyond}
+        self.names: dict[str, Any] = {"BLOCK": BLOCK, "AHEAD": AHEAD, "int32": np.int32, "int64": np.int64}
+        self.names |= {"wide": wide, "fetch": fetch}
         scopes = len(self.parts) + len(self.measured)
         for k, number in enumerate(self.types):
             self.names[f"read{k}"], self.names[f"write{k}"] = accesses(number, k, scopes)
         for k, j in enumerate(self.measured, start=len(self.parts)):
             self.names[f"recall{j}"], self.names[f"note{j}"] = accesses(np.int32, k, scopes)
         self.names |= {"load_grad": bind(plan.grad.load), "update": bind(plan.rule.update)}
-        self.names |= {f.__name__: bind(f) for f in (stream_key, keyed, random_bits, first_half, second_half)}
+        shared = (stream_key, keyed, random_bits, first_half, second_half, beyond, tally)
+        self.names |= {f.__name__: bind(f) for f in shared}
         self.body, self.stores = self._element(plan)
 
     def _element(self, plan: Plan) -> tuple[list[str], list[str]]:
         """What is done to an element, and after that to one that was measured."""
         loads, kept, later, first = [], [], [], 0
-        random = [f"h{n} = int32(random_bits(beyond(at, i), key{n}, fold{n}))" for n in self.pairs]
+        random = [f"h{n} = random_bits(beyond(at, i), key{n}, fold{n})" for n in self.pairs]
         for j, (format, use) in enumerate(zip(plan.formats, plan.uses, strict=True)):
             parts = range(first, first + len(format.parts))
             first = parts.stop
@@ -249,22 +241,22 @@ class _Source:
             loads.append(f"v{j} = load{j}({', '.join(map(self._read, parts))})")
             value = f"v{j}"
             if use is not None:
-                random.append(f"r{j} = int32({'second' if use % 2 else 'first'}_half(h{use // 2}))")
+                random.append(f"r{j} = {'second' if use % 2 else 'first'}_half(h{use // 2})")
                 value += f", r{j}"
             if format.measure:
                 self.names[f"measure{j}"] = bind(format.measure)
-                kept += [f"q{j} = int32(measure{j}({value}))", f"l{j} = max(l{j}, q{j})"]
+                kept += [f"q{j} = measure{j}({value})", f"l{j} = max(l{j}, q{j})"]
                 kept.append(f"note{j}(m{j}, done + i, q{j})")
                 value = f"recall{j}(m{j}, i), l{j}"
             own = [k for k in parts if not self.parts[k].shared]
             results = [f"s{k}" if k in own else f"e{k}" for k in parts]
             stored = [f"{', '.join(results)}, = store{j}({value})"]
             place = "begun" if format.measure else "first"
-            stored += [f"write{k}(a{k}, {place} + i, {self._cast(k)}(s{k}))" for k in own]
+            stored += [f"write{k}(a{k}, {place} + i, s{k})" for k in own]
             (later if format.measure else kept).extend(stored)
         if plan.weight.saturates:
-            self.names |= {"saturates": bind(plan.weight.saturates), "select": _select}
-            kept.append("counted = select(saturates(v0), counted + 1, counted)")
+            self.names["saturates"] = bind(plan.weight.saturates)
+            kept.append("counted = tally(counted, saturates(v0))")
         values = [f"v{j}" for j in range(len(plan.formats))]
         arguments = [values[0], "grad", *values[1:], *(f"c{k}" for k in self.scalars[1:])]
         step = [
@@ -273,42 +265,44 @@ class _Source:
         ]
         return [*loads, *step, *random, *kept], later
 
-    def _cast(self, part: int) -> str:
-        return "float32" if self.types[part] is np.float32 else "int32"
-
     def _read(self, part: int) -> str:
         return f"e{part}" if self.parts[part].shared else f"read{part}(a{part}, first + i)"
 
+    def _lines(self) -> Iterator[tuple[int, int, int]]:
+        """The lines of memory that a block takes of each part: the part, its element's size, the line's first byte."""
+        for k in self.own:
+            size = np.dtype(self.types[k]).itemsize
+            yield from ((k, size, line) for line in range(0, BLOCK * size, LINE))
+
     def text(self) -> str:
         """The source of ``kernel``."""
-        words = ", ".join(f"int32(numbers[tensor, {word})" for word in ("0]", "0] >> 32", "1]", "2]"))
+        words = ", ".join(f"numbers[tensor, {word}" for word in ("0]", "0] >> 32", "1]", "2]"))
         known = [f"a{k} = addresses[tensor, {k}]" for k in range(len(self.parts))]
         known += [f"c{k} = scalars[tensor, {k}]" for k in self.scalars]
         known += [f"base{n}, bare{n} = stream_key({words}, {n})" for n in self.pairs]
         known += [f"key{n} = fold{n} = int32(0)" for n in self.pairs]
         of_high = [
-            f"{key}{n} = int32(keyed({base}{n}, int32(high)))"
+            f"{key}{n} = keyed({base}{n}, high)"
             for n in self.pairs
             for key, base in (("key", "base"), ("fold", "bare"))
         ]
         elements = filled(_ELEMENTS, folds=of_high, body=self.body)
         if not self.shared:
             walk = filled(_RUNS, elements=elements.splitlines())
-            return filled(_TENSORS, buffers=(), known=known, walk=walk.splitlines(), kept=())
+            return filled(_TENSORS, buffers=(), known=known, walk=walk.splitlines())
         unknown = [f"l{j} = int32(0)" for j in self.measured]
-        unknown += [f"e{k} = int32(read{k}(a{k}, block))" for k in self.shared]
+        unknown += [f"e{k} = read{k}(a{k}, block)" for k in self.shared]
         walk = filled(
             _BLOCKS,
             unknown=unknown,
+            fetches=[f"fetch(a{k} + (begun + AHEAD) * {size} + {line})" for k, size, line in self._lines()],
             elements=elements.splitlines(),
             stores=self.stores,
-            written=[f"write{k}(a{k}, block, {self._cast(k)}(e{k}))" for k in self.shared],
+            written=[f"write{k}(a{k}, block, e{k})" for k in self.shared],
         )
-        buffers = [f"buffers = empty(({len(self.measured)}, BLOCK), int32)"]
-        buffers += [f"m{j} = buffers.ctypes.data + {4 * BLOCK * k}" for k, j in enumerate(self.measured)]
-        # Numba frees what is not used any more, and does not know that its address is
-        kept = ["return buffers[0, 0]"]
-        return filled(_TENSORS, buffers=buffers, known=known, walk=walk.splitlines(), kept=kept)
+        self.names |= {f"room{j}": room(4 * BLOCK) for j in self.measured}
+        buffers = [f"m{j} = room{j}()" for j in self.measured]
+        return filled(_TENSORS, buffers=buffers, known=known, walk=walk.splitlines())
 
 
 def compile_plan(plan: Plan) -> Callable[..., None]:
@@ -323,4 +317,4 @@ def compile_plan(plan: Plan) -> Callable[..., None]:
     exec(source.text(), names)
     table, row = numba.int64[:, ::1], numba.int64[::1]
     arguments = (table, row, table, numba.float32[:, ::1], numba.int64, numba.int64, numba.int64, row)
-    return jit((numba.int32 if source.shared else numba.void)(*arguments))(names["kernel"])
+    return jit(numba.void(*arguments))(names["kernel"])
