@@ -25,6 +25,8 @@ jit = functools.partial(numba.njit, **_OPTIONS)
 #: How many elements ahead of a block memory is asked for, and how much of it at once. A CPU does so by itself, but only
 #: to the end of a page, and pages of bytes end often: without it steps in blocks took 1.4 times as long.
 AHEAD, LINE = 1024, 64
+#: How many elements wait for their stores at a time: their buffers stay in the innermost cache.
+PIECE = 512
 
 _I32, _FLOAT = ir.IntType(32), ir.FloatType()
 
@@ -40,7 +42,8 @@ def tally(count, one_more):
 
 
 # Plans differ in the number of their parts, so a plan's loops are written out from these texts. An element's parts are
-# read, passed through load, update and store, and written back.
+# read, passed through load and update, and in a loop of its own through store: what waits for the rule's root and
+# quotient would keep a CPU from looking further ahead.
 _TENSORS = """
 def kernel(addresses, offsets, numbers, scalars, tensor, begin, end, saturated):
     wide()
@@ -56,14 +59,14 @@ def kernel(addresses, offsets, numbers, scalars, tensor, begin, end, saturated):
 
 # Work is counted in elements where no part is shared.
 _RUNS = """
-first = left
+first, done = left, 0
 while first < right:
-    index, size = origin + first, min(right - first, 2**30)
+    index, size = origin + first, min(right - first, PIECE)
     {elements}
     first += size
 """
 
-# Where a part is shared work is counted in blocks. A block's values go into buffers as they are measured, and from
+# Where a part is shared work is counted in blocks. What is measured of a block's values goes into buffers, and from
 # there through store once the largest is known.
 _BLOCKS = """
 length = numbers[tensor, 4]
@@ -81,7 +84,7 @@ for block in range(left, right):
         {elements}
         done += size
     for i in range(whole):
-        {stores}
+        {codes}
     {written}
     place += BLOCK
     if place >= length:
@@ -96,7 +99,9 @@ if index >> 32 != high:
 at, size = int32(index), min(size, 2**32 - (index & 0xFFFFFFFF))
 counted = int32(0)
 for i in range(size):
-    {body}
+    {updates}
+for i in range(size):
+    {stores}
 saturated[tensor] += counted
 """
 
@@ -204,9 +209,10 @@ def filled(text: str, **lines: Iterable[str]) -> str:
 class _Source:
     """The text of a plan's loops, and the names it uses.
 
-    ``aK`` is a part's address, ``eK`` the entry of a shared part for the block, ``vJ`` a format's value, ``mJ`` where
-    what is measured of it is kept, ``lJ`` the largest in the block, ``cN`` a scalar, ``keyN`` and ``foldN`` the key of
-    a pair of uses, which come from ``baseN`` and ``bareN`` for one high word of the index.
+    ``aK`` is a part's address, ``eK`` the entry of a shared part for the block, ``vJ`` a format's value, ``bJ`` where
+    it waits for its store, ``mJ`` where what is measured of it does, ``lJ`` the largest in the block, ``cN`` a scalar,
+    ``keyN`` and ``foldN`` the key of a pair of uses, which come from ``baseN`` and ``bareN`` for one high word of the
+    index.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -218,21 +224,25 @@ class _Source:
         self.pairs = range((max((use for use in plan.uses if use is not None), default=-1) + 2) // 2)
         # the rule's scalars are the arguments of its update that are nothing else; the gradient's factor comes first
         self.scalars = range(plan.rule.update.__code__.co_argcount - 1 - len(plan.moments))
-        self.names: dict[str, Any] = {"BLOCK": BLOCK, "AHEAD": AHEAD, "int32": np.int32, "int64": np.int64}
-        self.names |= {"wide": wide, "fetch": fetch}
-        scopes = len(self.parts) + len(self.measured)
+        self.names: dict[str, Any] = {"BLOCK": BLOCK, "PIECE": PIECE, "AHEAD": AHEAD}
+        self.names |= {"wide": wide, "fetch": fetch, "int32": np.int32, "int64": np.int64}
+        # what is kept as float32, as it is, need not wait
+        simple = [format.parts[0].dtype is torch.float32 and not format.random for format in plan.formats]
+        self.waiting = [j for j in range(len(simple)) if not simple[j]]
+        buffers = [*((f"{j}", np.float32) for j in self.waiting), *((f"_measured{j}", np.int32) for j in self.measured)]
+        scopes = len(self.parts) + len(buffers)
         for k, number in enumerate(self.types):
             self.names[f"read{k}"], self.names[f"write{k}"] = accesses(number, k, scopes)
-        for k, j in enumerate(self.measured, start=len(self.parts)):
-            self.names[f"recall{j}"], self.names[f"note{j}"] = accesses(np.int32, k, scopes)
+        for k, (j, number) in enumerate(buffers, start=len(self.parts)):
+            self.names[f"recall{j}"], self.names[f"note{j}"] = accesses(number, k, scopes)
         self.names |= {"load_grad": bind(plan.grad.load), "update": bind(plan.rule.update)}
         shared = (stream_key, keyed, random_bits, first_half, second_half, beyond, tally)
         self.names |= {f.__name__: bind(f) for f in shared}
-        self.body, self.stores = self._element(plan)
+        self.updates, self.stores, self.codes = self._element(plan)
 
-    def _element(self, plan: Plan) -> tuple[list[str], list[str]]:
-        """What is done to an element, and after that to one that was measured."""
-        loads, kept, later, first = [], [], [], 0
+    def _element(self, plan: Plan) -> tuple[list[str], list[str], list[str]]:
+        """What is done to an element, after that to what waits of it, and at last to what was measured."""
+        loads, kept, stores, codes, first = [], [], [], [], 0
         random = [f"h{n} = random_bits(beyond(at, i), key{n}, fold{n})" for n in self.pairs]
         for j, (format, use) in enumerate(zip(plan.formats, plan.uses, strict=True)):
             parts = range(first, first + len(format.parts))
@@ -240,30 +250,32 @@ class _Source:
             self.names |= {f"load{j}": bind(format.load), f"store{j}": bind(format.store)}
             loads.append(f"v{j} = load{j}({', '.join(map(self._read, parts))})")
             value = f"v{j}"
+            if j in self.waiting:
+                kept.append(f"note{j}(b{j}, i, v{j})")
+                stores.append(f"v{j} = recall{j}(b{j}, i)")
             if use is not None:
                 random.append(f"r{j} = {'second' if use % 2 else 'first'}_half(h{use // 2})")
                 value += f", r{j}"
+            then, place = (stores if j in self.waiting else kept), "first"
             if format.measure:
                 self.names[f"measure{j}"] = bind(format.measure)
-                kept += [f"q{j} = measure{j}({value})", f"l{j} = max(l{j}, q{j})"]
-                kept.append(f"note{j}(m{j}, done + i, q{j})")
-                value = f"recall{j}(m{j}, i), l{j}"
+                then += [f"q{j} = measure{j}({value})", f"l{j} = max(l{j}, q{j})"]
+                then.append(f"note_measured{j}(m{j}, done + i, q{j})")
+                then, place, value = codes, "begun", f"recall_measured{j}(m{j}, i), l{j}"
             own = [k for k in parts if not self.parts[k].shared]
             results = [f"s{k}" if k in own else f"e{k}" for k in parts]
-            stored = [f"{', '.join(results)}, = store{j}({value})"]
-            place = "begun" if format.measure else "first"
-            stored += [f"write{k}(a{k}, {place} + i, s{k})" for k in own]
-            (later if format.measure else kept).extend(stored)
+            then.append(f"{', '.join(results)}, = store{j}({value})")
+            then += [f"write{k}(a{k}, {place} + i, s{k})" for k in own]
         if plan.weight.saturates:
             self.names["saturates"] = bind(plan.weight.saturates)
-            kept.append("counted = tally(counted, saturates(v0))")
+            (stores if 0 in self.waiting else kept).append("counted = tally(counted, saturates(v0))")
         values = [f"v{j}" for j in range(len(plan.formats))]
         arguments = [values[0], "grad", *values[1:], *(f"c{k}" for k in self.scalars[1:])]
         step = [
             f"grad = load_grad({self._read(first)}) * c0",
             f"{', '.join(values)}, = update({', '.join(arguments)})",
         ]
-        return [*loads, *step, *random, *kept], later
+        return [*loads, *step, *kept], [*random, *stores], codes
 
     def _read(self, part: int) -> str:
         return f"e{part}" if self.parts[part].shared else f"read{part}(a{part}, first + i)"
@@ -286,23 +298,26 @@ class _Source:
             for n in self.pairs
             for key, base in (("key", "base"), ("fold", "bare"))
         ]
-        elements = filled(_ELEMENTS, folds=of_high, body=self.body)
-        if not self.shared:
+        elements = filled(_ELEMENTS, folds=of_high, updates=self.updates, stores=self.stores)
+        length = BLOCK if self.shared else PIECE
+        buffers = {f"b{j}" for j in self.waiting} | {f"m{j}" for j in self.measured}
+        self.names["room"] = room(4 * length)
+        if self.shared:
+            unknown = [f"l{j} = int32(0)" for j in self.measured]
+            unknown += [f"e{k} = read{k}(a{k}, block)" for k in self.shared]
+            walk = filled(
+                _BLOCKS,
+                unknown=unknown,
+                fetches=[f"fetch(a{k} + (begun + AHEAD) * {size} + {line})" for k, size, line in self._lines()],
+                elements=elements.splitlines(),
+                codes=self.codes,
+                written=[f"write{k}(a{k}, block, e{k})" for k in self.shared],
+            )
+        else:
             walk = filled(_RUNS, elements=elements.splitlines())
-            return filled(_TENSORS, buffers=(), known=known, walk=walk.splitlines())
-        unknown = [f"l{j} = int32(0)" for j in self.measured]
-        unknown += [f"e{k} = read{k}(a{k}, block)" for k in self.shared]
-        walk = filled(
-            _BLOCKS,
-            unknown=unknown,
-            fetches=[f"fetch(a{k} + (begun + AHEAD) * {size} + {line})" for k, size, line in self._lines()],
-            elements=elements.splitlines(),
-            stores=self.stores,
-            written=[f"write{k}(a{k}, block, e{k})" for k in self.shared],
+        return filled(
+            _TENSORS, buffers=[f"{name} = room()" for name in sorted(buffers)], known=known, walk=walk.splitlines()
         )
-        self.names |= {f"room{j}": room(4 * BLOCK) for j in self.measured}
-        buffers = [f"m{j} = room{j}()" for j in self.measured]
-        return filled(_TENSORS, buffers=buffers, known=known, walk=walk.splitlines())
 
 
 def compile_plan(plan: Plan) -> Callable[..., None]:
