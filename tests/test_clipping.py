@@ -11,6 +11,7 @@ from torch import Tensor
 
 import halfstep
 from halfstep import backends
+from halfstep import gradients as gradients_module
 from halfstep.backends import cpu
 from halfstep.formats import GRADS
 from halfstep.gradients import sum_of_squares
@@ -76,6 +77,23 @@ def test_p10_groups_with_backends_and_dtypes_of_their_own_change_no_sum() -> Non
         assert sum_of_squares(optimizer) == sums.item()
 
 
+@pytest.mark.parametrize("window", [1, 2, 4, 8, 2**18])
+def test_p28_few_sums_at_a_time_change_none(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    grads = [torch.randn(size) for size in (5000, 0, 3, 9000, 1024, 1)] + [torch.randn(70, 40).t()]
+    optimizer = halfstep.AdamW([torch.nn.Parameter(torch.zeros_like(grad)) for grad in grads])
+    for param, grad in zip(members(optimizer), grads, strict=True):
+        param.grad = grad
+    whole = sum_of_squares(optimizer)
+    monkeypatch.setattr(gradients_module, "WINDOW", window)
+    counts = []
+    squares = backends.squares
+    monkeypatch.setattr(backends, "squares", lambda *given: counts.append(len(found := squares(*given))) or found)
+    assert sum_of_squares(optimizer) == whole
+    assert sum(counts) == 5 + 1 + 9 + 1 + 1 + 3
+    # one that is not contiguous stays whole
+    assert max(counts) <= max(2 * window, 3 + window)
+
+
 @pytest.mark.parametrize("bad", [INF, -INF, NAN])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_number_that_is_not_finite_makes_the_sum_so(dtype: torch.dtype, bad: float, backend: str) -> None:
@@ -114,8 +132,12 @@ def test_p04_the_norm_is_the_true_one(half: torch.dtype, backend: str) -> None:
     assert norm.item() == np.float32(10 * float(torch.tensor(3e4).to(half)) / 2)
 
 
-def test_no_gradient_is_a_norm_of_0(half: torch.dtype) -> None:
-    optimizer = make("AdamW", params(half))
+def test_no_gradient_and_no_element_are_a_norm_of_0(half: torch.dtype, backend: str) -> None:
+    optimizer = make("AdamW", params(half), backend=backend)
+    assert halfstep.clip_grad_norm_(optimizer, 1.0).item() == 0
+    optimizer.step()
+    optimizer = make("AdamW", params(half, [(0,), (3, 0)]), backend=backend)
+    gradients(optimizer, 0)
     assert halfstep.clip_grad_norm_(optimizer, 1.0).item() == 0
     optimizer.step()
 

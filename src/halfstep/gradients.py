@@ -1,7 +1,8 @@
 """An optimizer's gradients: named, refused, widened to float32, dropped, and looked through for what is not finite."""
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,9 @@ from halfstep.contracts import CHUNK
 from halfstep.engine import HalfOptimizer
 from halfstep.formats import GRADS
 from halfstep.tensors import check_grad, named
+
+#: How many chunks are summed at a time, a power of two: their sums take 2 MiB, however large the model.
+WINDOW = 2**18
 
 
 def graded(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], str, Any]]:
@@ -76,25 +80,57 @@ def sum_of_squares(optimizer: HalfOptimizer) -> float:
     left: the same bits from every backend.
     """
     check(optimizer)
-    batches: dict[Any, list[tuple[int, Tensor]]] = {}
-    end = 0
+    totals, waiting = [], torch.zeros(0, dtype=torch.float64)
+    for window in _windows(optimizer):
+        *whole, waiting = _split(torch.cat([waiting, _sums(window)]))
+        totals += map(_total, whole)
+    return _total(torch.tensor([*totals, _total(waiting)], dtype=torch.float64))
+
+
+def _windows(optimizer: HalfOptimizer) -> Iterator[list[tuple[str, Tensor]]]:
+    """All gradients, each with its group's backend, in lists of about `WINDOW` chunks."""
+    window, chunks = [], 0
     for group, _, param in graded(optimizer):
         grad = param.grad.detach()
-        batches.setdefault((group["backend"], grad.dtype, grad.device), []).append((end, grad))
-        end += _chunks(grad)
-    sums = torch.zeros(end, dtype=torch.float64)
+        for piece in grad.view(-1).split(WINDOW * CHUNK) if grad.is_contiguous() else [grad]:
+            window.append((group["backend"], piece))
+            chunks += _chunks(piece)
+            if chunks >= WINDOW:
+                yield window
+                window, chunks = [], 0
+    yield window
+
+
+def _sums(window: Sequence[tuple[str, Tensor]]) -> Tensor:
+    """The sums of the squares of each gradient's chunks, in order, whoever takes them."""
+    places = [0, *itertools.accumulate(_chunks(grad) for _, grad in window)]
+    batches: dict[Any, list[int]] = {}
+    for k, (backend, grad) in enumerate(window):
+        batches.setdefault((backend, grad.dtype, grad.device), []).append(k)
+    sums = torch.zeros(places[-1], dtype=torch.float64)
     for (backend, dtype, _), batch in batches.items():
-        grads = [grad for _, grad in batch]
-        found = backends.squares(GRADS[dtype], grads, backend).cpu()
+        found = backends.squares(GRADS[dtype], [window[k][1] for k in batch], backend).cpu()
         if len(batches) == 1:
-            sums = found
-            continue
-        for (place, _), piece in zip(batch, found.split([_chunks(grad) for grad in grads]), strict=True):
-            sums[place : place + len(piece)] = piece
+            return found
+        sizes = [places[k + 1] - places[k] for k in batch]
+        for k, piece in zip(batch, found.split(sizes), strict=True):
+            sums[places[k] : places[k + 1]] = piece
+    return sums
+
+
+def _split(sums: Tensor) -> list[Tensor]:
+    """Cut what is a whole window's from the front; the last is what is left, maybe nothing."""
+    whole = len(sums) // WINDOW * WINDOW
+    return [*(sums[:whole].split(WINDOW) if whole else ()), sums[whole:]]
+
+
+def _total(sums: Tensor) -> float:
+    """Add numbers in pairs, and zeros to them where some are missing."""
+    sums = torch.nn.functional.pad(sums, (0, 2 ** max(len(sums) - 1, 0).bit_length() - len(sums)))
     while len(sums) > 1:
-        pairs = torch.nn.functional.pad(sums, (0, len(sums) % 2)).view(-1, 2)
+        pairs = sums.view(-1, 2)
         sums = pairs[:, 0] + pairs[:, 1]
-    return float(sums.sum())
+    return float(sums)
 
 
 def _chunks(grad: Tensor) -> int:

@@ -204,7 +204,8 @@ class Eager(Backend):
         return lambda jobs: [step(job) for job in jobs]
 
     def squares(self, grad: Format, grads: Sequence[Tensor]) -> Tensor:
-        return torch.cat([_squares(grad, g, start, stop) for g in grads for start, stop in spans(g.shape, PIECE)])
+        found = [_squares(grad, g, start, stop) for g in grads for start, stop in spans(g.shape, PIECE)]
+        return torch.cat(found) if found else torch.zeros(0, dtype=torch.float64)
 
 
 def _squares(format: Format, grad: Tensor, start: int, stop: int) -> Tensor:
