@@ -4,19 +4,16 @@ Whatever stands in one line of a table was timed in the same rounds. The largest
 docs/scaling.md and its picture; otherwise they go to --out.
 """
 
-import argparse
-import shlex
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
-from pathlib import Path
 from typing import Any
 
 import torch
 from matplotlib.figure import Figure
 
+from command import parsed, parser
 from halfstep.bench import costs
 from halfstep.bench.results import markdown
 from halfstep.bench.shapes import Tensors, one
@@ -24,9 +21,7 @@ from halfstep.bench.subjects import COMPACT, EXACT, MAIN, halfstep_step, memory,
 from halfstep.bench.timing import Subject, measure, paired_ratio
 from halfstep.cli.files import write_atomically, write_text
 from halfstep.cli.machine import describe
-from halfstep.cli.settings import claim
 
-DOCS = Path(__file__).parent.parent / "docs"
 DTYPE = "bfloat16"
 #: steps so short that a clock's tick and a thread's waking show are timed more often
 SHORT, MORE = 10**6, 10
@@ -194,21 +189,13 @@ def _panel(axes: Any, table: Table) -> None:
 
 def main(arguments: Sequence[str] | None = None, sizes: Sizes | None = None) -> None:
     """Measure, print the tables, and write the page and its picture."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=11, help="how often each is timed (default 11)")
-    parser.add_argument("--out", type=Path, default=Path("runs/scaling"))
-    parser.add_argument("--docs", action="store_true", help="write to docs/ rather than to --out")
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    options = parser.parse_args(given)
-    out = DOCS if options.docs else options.out
-    claim(out)
+    options, out, command = parsed(parser(__doc__, "scaling", rounds=11), arguments)
     machine = describe(torch.device("cpu"))
     print(machine)
     tables = []
     for take in MEASURES:
         tables.append(take(sizes or Sizes(), options.rounds))
         print(f"\n{tables[-1].markdown()}", flush=True)
-    command = shlex.join(["python", "benchmarks/scaling.py", *given])
     made = f"## How it was made\n\n`{command}`, {date.today().isoformat()}, on:\n\n{machine}\n"
     write_text(out / "scaling.md", "\n".join([INTRO, *(table.markdown() for table in tables), made]))
     figure = picture(tables)

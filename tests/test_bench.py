@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 step: Any = importlib.import_module("step")
 report: Any = importlib.import_module("step_report")
 scaling: Any = importlib.import_module("scaling")
+command: Any = importlib.import_module("command")
 
 SMALL = Sizes(gpt2=((3, 64), (64, 64), (64,)), many=(5, 10))
 LARGE = one(2**13).sizes
@@ -399,7 +400,7 @@ COSTS = {
 @pytest.mark.usefixtures("others", "two_pairs")
 def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(costs, "measure", lambda params: COSTS)
-    monkeypatch.setattr(step, "DOCS", tmp_path)
+    monkeypatch.setattr(command, "DOCS", tmp_path)
     step.main(["--params", "8192", "--rounds", "1", "--docs"], SMALL)
     assert {file.name for file in tmp_path.iterdir()} == {"performance.md", "performance.json", "performance.png"}
     page = (tmp_path / "performance.md").read_text()

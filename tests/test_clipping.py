@@ -291,6 +291,19 @@ def test_a_scaler_that_was_not_told_of_raises(half: torch.dtype) -> None:
     scaler.step(optimizer)
 
 
+def test_between_step_and_update_nothing_is_clipped(half: torch.dtype) -> None:
+    # the gradients are scaled still, and their norm would be taken for the true one
+    optimizer, scaler = halfstep.AdamW(params(half)), halfstep.GradScaler(init_scale=2.0**6)
+    scaled(optimizer, scaler, 0)
+    scaler.step(optimizer)
+    with pytest.raises(
+        RuntimeError, match=r"clip_grad_norm_\(\) is being called after step\(\): call it between the la"
+    ):
+        halfstep.clip_grad_norm_(optimizer, 1.0, scaler)
+    scaler.update()
+    halfstep.clip_grad_norm_(optimizer, 1.0, scaler)
+
+
 def test_what_is_none_of_ours_is_refused(half: torch.dtype) -> None:
     ours, stock = halfstep.AdamW(params(half)), torch.optim.AdamW(params(half))
     with pytest.raises(

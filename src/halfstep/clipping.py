@@ -29,6 +29,7 @@ def clip_grad_norm_(optimizer: Any, max_norm: float, scaler: GradScaler | None =
     Raises:
         TypeError: ``optimizer`` or ``scaler`` is not halfstep's.
         ValueError: ``max_norm`` is negative or NaN.
+        RuntimeError: the scaler has stepped and was not updated since.
 
     Exactness:
         Squares are added in float64, in one order on every backend. The factor and the scale's inverse are one number

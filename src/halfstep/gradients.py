@@ -1,5 +1,6 @@
 """An optimizer's gradients: named, refused, widened to float32, dropped, and looked through for what is not finite."""
 
+import inspect
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from halfstep import backends
 from halfstep.contracts import CHUNK
@@ -34,6 +36,13 @@ def innermost(optimizer: Any) -> Any:
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner
     return optimizer
+
+
+def watched(optimizer: Any) -> bool:
+    """Whether gradients may be read on the way into the step, so that they must be float32 and unscaled by then."""
+    inner = innermost(optimizer)
+    own_step = inspect.unwrap(type(inner).step) is not inspect.unwrap(HalfOptimizer.step)
+    return bool(optimizer is not inner or own_step or inner._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
 
 
 def check(optimizer: HalfOptimizer) -> None:
@@ -78,8 +87,10 @@ def sum_of_squares(optimizer: HalfOptimizer) -> float:
 
     Neighbours among the sums of all chunks, in the order of the params, are added in pairs, and so on with what is
     left: the same bits from every backend.
+
+    Raises:
+        TypeError: a gradient is sparse, or of a dtype that no step takes.
     """
-    check(optimizer)
     totals, waiting = [], torch.zeros(0, dtype=torch.float64)
     for window in _windows(optimizer):
         *whole, waiting = _split(torch.cat([waiting, _sums(window)]))
@@ -90,7 +101,8 @@ def sum_of_squares(optimizer: HalfOptimizer) -> float:
 def _windows(optimizer: HalfOptimizer) -> Iterator[list[tuple[str, Tensor]]]:
     """All gradients, each with its group's backend, in lists of about `WINDOW` chunks."""
     window, chunks = [], 0
-    for group, _, param in graded(optimizer):
+    for group, name, param in graded(optimizer):
+        check_grad(name, param.grad)
         grad = param.grad.detach()
         for piece in grad.view(-1).split(WINDOW * CHUNK) if grad.is_contiguous() else [grad]:
             window.append((group["backend"], piece))

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeAlias, TypeVar
 import numpy as np
 
 Float: TypeAlias = Any
-"""A float32 value: a tensor to eager, a scalar to Numba, a block to Triton."""
+"""A float32 value: a tensor to eager, an LLVM value to cpu, a block to Triton."""
 Int: TypeAlias = Any
 """An int32 value."""
 Bool: TypeAlias = Any
@@ -91,21 +91,15 @@ def narrow_f16(x: Float) -> Int:
     _unbound("narrow_f16")
 
 
-def bind(
-    function: Callable[..., Any],
-    words: Mapping[str, Callable[..., Any]],
-    compiled: Callable[[types.FunctionType], Callable[..., Any]] = lambda f: f,
-    constant: Callable[[np.float32], Any] = float,
-) -> Callable[..., Any]:
+def bind(function: Callable[..., Any], words: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
     """Copy ``function``, and each function of ours that it calls, with a backend's meaning of every word.
+
+    Float constants are rounded to float32: ``w * 0.1 + 0.3`` must not meet float64 in any backend.
 
     Args:
         function: a rule's or a format's function; its globals may be words of the vocabulary, integers, floats and
             functions of the same kind.
         words: the backend's meaning of each name in `VOCABULARY`.
-        compiled: applied to every copy.
-        constant: applied to every float constant, rounded to float32 before: a bare Python float is float64 to some
-            compilers, and ``w * 0.1 + 0.3`` then rounds differently.
 
     Raises:
         TypeError: a global of ``function`` is none of these, or it is a closure.
@@ -124,18 +118,18 @@ def bind(
         if VOCABULARY.get(name) is value:
             namespace[name] = words[name]
         elif isinstance(value, types.FunctionType):
-            namespace[name] = bind(value, words, compiled, constant)
+            namespace[name] = bind(value, words)
         elif isinstance(value, int) and not isinstance(value, bool):
             namespace[name] = value
         elif isinstance(value, float):
-            namespace[name] = constant(np.float32(value))
+            namespace[name] = float(np.float32(value))
         else:
             raise TypeError(
                 f"{here} uses {name!r}, a {type(value).__name__}: only words, functions and numbers compile"
             )
-    constants = tuple(constant(np.float32(c)) if isinstance(c, float) else c for c in function.__code__.co_consts)
+    constants = tuple(float(np.float32(c)) if isinstance(c, float) else c for c in function.__code__.co_consts)
     copy = types.FunctionType(
         function.__code__.replace(co_consts=constants), namespace, function.__name__, function.__defaults__
     )
     copy.__module__, copy.__qualname__, copy.__doc__ = function.__module__, function.__qualname__, function.__doc__
-    return compiled(copy)
+    return copy

@@ -1,6 +1,5 @@
 """GradScaler: torch's, for 16-bit gradients, with bounds and a memory."""
 
-import inspect
 import math
 import warnings
 import weakref
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.amp.grad_scaler import OptState
-from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from halfstep.engine import HalfOptimizer
 from halfstep.gradients import (
@@ -24,6 +22,7 @@ from halfstep.gradients import (
     not_finite,
     refuse_float16,
     sum_of_squares,
+    watched,
     widen,
 )
 from halfstep.tensors import materialized, tensors_in
@@ -130,7 +129,8 @@ class GradScaler(torch.amp.GradScaler):
         Such a gradient lies in ``.grad`` until `step` (stepping or skipping) or `update` drops it; clip it before.
 
         Raises:
-            RuntimeError: called twice, or after `step`, since the last `update`.
+            RuntimeError: called twice, or after `step`, since the last `update`; or after a `clip_grad_norm_` that was
+                not given this scaler.
             ValueError: float16 gradients of an optimizer that is not halfstep's.
             TypeError: a gradient is sparse.
         """
@@ -150,7 +150,8 @@ class GradScaler(torch.amp.GradScaler):
             What ``optimizer.step`` returned; None where it was skipped.
 
         Raises:
-            RuntimeError: called twice since the last `update`, or with a closure.
+            RuntimeError: called twice since the last `update`, or with a closure; or after a `clip_grad_norm_` that
+                was not given this scaler.
             ValueError: float16 gradients of an optimizer that is not halfstep's, fused ones included.
         """
         if not self._enabled:
@@ -163,7 +164,7 @@ class GradScaler(torch.amp.GradScaler):
             refuse_float16(inner)
         self._check_scale_growth_tracker("step")
         state = self._state(optimizer)
-        straight = state["stage"] is OptState.READY and isinstance(inner, HalfOptimizer) and not _watched(optimizer)
+        straight = state["stage"] is OptState.READY and isinstance(inner, HalfOptimizer) and not watched(optimizer)
         try:
             if straight:
                 inner._inverse_scale = self.inverse_of(inner)
@@ -182,11 +183,21 @@ class GradScaler(torch.amp.GradScaler):
         return returned
 
     def inverse_of(self, optimizer: torch.optim.Optimizer) -> float:
-        """Return what unscales the gradients of ``optimizer`` as they are now: 1 where `unscale_` did it already."""
-        if not self._enabled or self._state(optimizer)["stage"] is not OptState.READY:
+        """Return what unscales the gradients of ``optimizer`` as they are now: 1 where `unscale_` did it already.
+
+        Raises:
+            RuntimeError: called between `step` and `update`, when they may be either.
+        """
+        if not self._enabled:
             return 1.0
+        stage = self._state(optimizer)["stage"]
+        if stage is OptState.STEPPED:
+            raise RuntimeError(
+                "clip_grad_norm_() is being called after step(): call it between the last backward and step(), and "
+                "update() before the next iteration"
+            )
         scale, _ = self._check_scale_growth_tracker("clip_grad_norm_")
-        return 1.0 / scale.item()
+        return 1.0 / scale.item() if stage is OptState.READY else 1.0
 
     def skipped(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether the last `step` of this optimizer, or of the one it wraps, was left out; False before any."""
@@ -371,13 +382,6 @@ class GradScaler(torch.amp.GradScaler):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._found = weakref.WeakKeyDictionary()
-
-
-def _watched(optimizer: Any) -> bool:
-    """Whether gradients may be read on the way into the step, so that they must be float32 and unscaled by then."""
-    inner = innermost(optimizer)
-    own_step = inspect.unwrap(type(inner).step) is not inspect.unwrap(HalfOptimizer.step)
-    return bool(optimizer is not inner or own_step or inner._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
 
 
 def _bounds(min_scale: float, max_scale: float) -> tuple[float, float]:

@@ -4,6 +4,7 @@ A chunk's 1,024 squares are added as a tree: its second half to its first, then 
 first, until one is left. Any number of lanes can do that, and all get the same bits.
 """
 
+import functools
 from collections.abc import Callable
 
 import numba
@@ -60,6 +61,7 @@ def _square(x):
     return x * x
 
 
+@functools.cache
 def compile_squares(grad: Format) -> Callable[..., None]:
     """Return a kernel that sums the squares of gradients in chunks.
 

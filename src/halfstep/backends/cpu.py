@@ -141,17 +141,12 @@ def _across(threads: int, offsets: np.ndarray, even: int, call: Callable[[int, i
     _POOL.run([functools.partial(call, k, int(firsts[k]), cuts[k], cuts[k + 1]) for k in range(threads)])
 
 
-@functools.cache
-def _compiled_squares(grad: Format) -> Callable[..., None]:
-    return compile_squares(grad)
-
-
 def _squares(grad: Format, grads: Sequence[Tensor]) -> np.ndarray:
     """The sums of the squares of contiguous gradients' chunks."""
     sizes = np.array([g.numel() for g in grads], dtype=np.int64)
     addresses = np.array([g.data_ptr() for g in grads], dtype=np.int64)
     offsets = _offsets(-(-sizes // CHUNK))
-    sums, kernel = np.empty(int(offsets[-1])), _compiled_squares(grad)
+    sums, kernel = np.empty(int(offsets[-1])), compile_squares(grad)
 
     def call(_: int, first: int, begin: int, end: int) -> None:
         kernel(addresses, offsets, sizes, first, begin, end, sums)

@@ -23,7 +23,7 @@ _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wra
 jit = functools.partial(numba.njit, **_OPTIONS)
 
 #: How many elements ahead of a block memory is asked for, and how much of it at once. A CPU does so by itself, but only
-#: to the end of a page, and pages of bytes end often: without it steps in blocks took 1.4 times as long.
+#: to the end of a page, and pages of bytes end often.
 AHEAD, LINE = 1024, 64
 #: How many elements wait for their stores at a time: their buffers stay in the innermost cache.
 PIECE = 512
