@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from harness import HERE
+
 # the tests are many and small: threads of their own would only wait for each other
 torch.set_num_threads(1)
 
@@ -15,7 +17,7 @@ def half(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param
 
 
-@pytest.fixture(params=("cpu", "eager"))
+@pytest.fixture(params=HERE)
 def backend(request: pytest.FixtureRequest) -> str:
     """Each backend by its name."""
     return request.param

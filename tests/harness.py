@@ -1,5 +1,6 @@
 """What the tests of arithmetic share: values that break things, sameness, and one format or rule run on one backend."""
 
+import os
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,12 +11,15 @@ from torch import Tensor
 
 import halfstep
 from halfstep import backends
+from halfstep.backends import BACKENDS
 from halfstep.backends.pieces import part_shape
 from halfstep.contracts import Counter, Format, Job, Moment, Plan, Rule
 from halfstep.engine import HalfOptimizer
 from halfstep.formats import FLOAT32, GRADS, MOMENTS, WEIGHTS
 
 CPU = torch.device("cpu")
+#: every backend that runs on the CPU: the GPU's does in Triton's interpreter
+HERE = [name for name in BACKENDS if name != "gpu" or os.environ.get("TRITON_INTERPRET") == "1"]
 #: every format of a weight, float32 params' own among them, by a name that reads well in a test's id
 WEIGHT_FORMATS: dict[str, Format] = {"float32": FLOAT32} | {
     f"{name}-{str(dtype).removeprefix('torch.')}": format

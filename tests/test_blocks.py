@@ -10,17 +10,16 @@ import torch
 from torch import Tensor
 
 from chance import mean_bound, random_bits
-from halfstep.backends import BACKENDS
 from halfstep.contracts import Counter, Format
 from halfstep.formats import MOMENTS
-from harness import COUNTER, assert_same, load, specials, spread, store
+from harness import COUNTER, HERE, assert_same, load, specials, spread, store
 
 SIGNED, SQUARE = MOMENTS["block8"]
 LENGTHS = (1, 63, 64, 127, 128, 129, 300)
 INF = math.inf
 
 each = pytest.mark.parametrize("format", [SIGNED, SQUARE], ids=("signed", "square"))
-pytestmark = pytest.mark.parametrize("backend", BACKENDS)
+pytestmark = pytest.mark.parametrize("backend", HERE)
 
 
 def blocks(length: int) -> list[slice]:

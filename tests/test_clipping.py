@@ -14,7 +14,7 @@ from halfstep import backends
 from halfstep import gradients as gradients_module
 from halfstep.backends import cpu
 from halfstep.formats import GRADS
-from halfstep.gradients import sum_of_squares
+from halfstep.gradients import squares
 from harness import assert_same
 from scaled import Wrapper, snapshot
 from scaled import assert_same as assert_same_all
@@ -50,17 +50,17 @@ def defined(grad: Tensor) -> list[float]:
 def test_p10_squares_are_summed_as_defined(dtype: torch.dtype, backend: str) -> None:
     grads = some(dtype)
     want = [number for grad in grads for number in defined(grad)]
-    assert_same(backends.squares(GRADS[dtype], grads, backend), torch.tensor(want, dtype=torch.float64))
+    assert_same(backends.squares(GRADS[dtype], grads, backend)[0], torch.tensor(want, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_p10_threads_change_no_sum(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     grads = [*some(dtype), torch.randn(100, 1000).to(dtype)]
-    one = backends.squares(GRADS[dtype], grads, "cpu")
+    one, _ = backends.squares(GRADS[dtype], grads, "cpu")
     monkeypatch.setattr(cpu, "SPAN", 100)
     for threads in (2, 3, 7):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        assert_same(backends.squares(GRADS[dtype], grads, "cpu"), one)
+        assert_same(backends.squares(GRADS[dtype], grads, "cpu")[0], one)
 
 
 def test_p10_groups_with_backends_and_dtypes_of_their_own_change_no_sum() -> None:
@@ -74,7 +74,7 @@ def test_p10_groups_with_backends_and_dtypes_of_their_own_change_no_sum() -> Non
         while len(sums) > 1:
             sums = torch.cat([sums, sums.new_zeros(len(sums) % 2)])
             sums = sums[0::2] + sums[1::2]
-        assert sum_of_squares(optimizer) == sums.item()
+        assert squares(optimizer).total.item() == sums.item()
 
 
 @pytest.mark.parametrize("window", [1, 2, 4, 8, 2**18])
@@ -83,12 +83,12 @@ def test_p28_few_sums_at_a_time_change_none(window: int, monkeypatch: pytest.Mon
     optimizer = halfstep.AdamW([torch.nn.Parameter(torch.zeros_like(grad)) for grad in grads])
     for param, grad in zip(members(optimizer), grads, strict=True):
         param.grad = grad
-    whole = sum_of_squares(optimizer)
+    whole = squares(optimizer).total.item()
     monkeypatch.setattr(gradients_module, "WINDOW", window)
     counts = []
-    squares = backends.squares
-    monkeypatch.setattr(backends, "squares", lambda *given: counts.append(len(found := squares(*given))) or found)
-    assert sum_of_squares(optimizer) == whole
+    plain = backends.squares
+    monkeypatch.setattr(backends, "squares", lambda *given: counts.append(len((found := plain(*given))[0])) or found)
+    assert squares(optimizer).total.item() == whole
     assert sum(counts) == 5 + 1 + 9 + 1 + 1 + 3
     # one that is not contiguous stays whole
     assert max(counts) <= max(2 * window, 3 + window)
@@ -98,11 +98,13 @@ def test_p28_few_sums_at_a_time_change_none(window: int, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_number_that_is_not_finite_makes_the_sum_so(dtype: torch.dtype, bad: float, backend: str) -> None:
     largest = torch.full((3000,), torch.finfo(dtype).max, dtype=dtype)
-    assert backends.squares(GRADS[dtype], [largest], backend).isfinite().all()
+    assert backends.squares(GRADS[dtype], [largest], backend)[0].isfinite().all()
     for place in (0, 1023, 2999):
         grad = largest.clone()
         grad[place] = bad
-        assert not math.isfinite(float(backends.squares(GRADS[dtype], [grad], backend).sum()))
+        sums, kinds = backends.squares(GRADS[dtype], [largest, grad, largest[:0]], backend)
+        assert not math.isfinite(float(sums.sum()))
+        assert kinds.tolist() == [0, 2 if math.isnan(bad) else 1, 0]
 
 
 # ---------------------------------------------------------------------- the norm
@@ -156,7 +158,7 @@ def test_the_step_is_that_of_gradients_times_the_factor(
         scaled(ours, scaler, number)
         kept = [param.grad.clone() for param in members(ours)]
         inverse = 1 / scaler.get_scale()
-        norm = math.sqrt(sum_of_squares(ours)) * inverse
+        norm = math.sqrt(squares(ours).total.item()) * inverse
         factor = np.float32(inverse * min(1.0, max_norm / (norm + 1e-6))).item()
         for param, grad in zip(members(other), kept, strict=True):
             param.grad_dtype = None  # type: ignore[attr-defined]
@@ -177,7 +179,7 @@ def test_without_a_scaler_likewise(half: torch.dtype, backend: str) -> None:
     ours, other = (make("AdamW", params(half), backend=backend) for _ in range(2))
     for number in range(3):
         gradients(ours, number)
-        factor = np.float32(min(1.0, 0.1 / (math.sqrt(sum_of_squares(ours)) + 1e-6))).item()
+        factor = np.float32(min(1.0, 0.1 / (math.sqrt(squares(ours).total.item()) + 1e-6))).item()
         for param, one in zip(members(other), members(ours), strict=True):
             param.grad_dtype = None  # type: ignore[attr-defined]
             param.grad = one.grad.float() * factor

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from chance import ALARM, ODDS, assert_counts_are_even, lowbias32, random_bits
-from halfstep.backends import BACKENDS, eager
+from halfstep.backends import eager
 from halfstep.backends.pieces import part_shape
 from halfstep.contracts import Counter, Format, Job, Moment, Part, Plan, Rule
 from halfstep.formats import FLOAT32, GRADS, MOMENTS, WEIGHTS
 from halfstep.formats.counter import finished, scrambled
 from halfstep.formats.counter import random_bits as hashed
 from halfstep.rules.adam import ADAM
-from harness import CPU, assert_same, copy, job, run
+from harness import CPU, HERE, assert_same, copy, job, run
 
 N = 2**19
 MANY = 2**22  # 64 for each value of 16 bits
@@ -130,7 +130,7 @@ COUNTERS = {
 }
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", HERE)
 @pytest.mark.parametrize("counter", COUNTERS.values(), ids=COUNTERS)
 def test_p10_the_bits_are_those_of_the_definition(counter: Counter, backend: str) -> None:
     # rows of 300 make blocks that end at 128, 256 and 300: across 2**32 one begins 68 elements before it
@@ -139,7 +139,7 @@ def test_p10_the_bits_are_those_of_the_definition(counter: Counter, backend: str
             assert_same(bits.long(), random_bits(counter, use, 1500))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", HERE)
 def test_past_2_to_the_32_the_bits_are_others(backend: str) -> None:
     shape = (2**15,)
     for use in range(SEEN):

@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from halfstep.backends import BACKENDS
 from halfstep.contracts import Format
 from halfstep.formats import WEIGHTS
 from halfstep.formats.split import SPLIT_BF16, SPLIT_F16
-from harness import WEIGHT_FORMATS, assert_same, float_of, load, specials, spread, store
+from harness import HERE, WEIGHT_FORMATS, assert_same, float_of, load, specials, spread, store
 
 BF16_END = float_of(0x7F7F8000)  # from here a float32 is nearer to infinity than to the largest bfloat16
 HALF_FORMATS = {name: format for name, format in WEIGHT_FORMATS.items() if name != "float32"}
@@ -16,7 +15,7 @@ SPLITS = {name: format for name, format in HALF_FORMATS.items() if format.name i
 #: test_rounding.py tells of those that round by chance
 NEAREST = {name: format for name, format in HALF_FORMATS.items() if not format.random}
 
-pytestmark = pytest.mark.parametrize("backend", BACKENDS)
+pytestmark = pytest.mark.parametrize("backend", HERE)
 
 
 def largest(format: Format) -> float:

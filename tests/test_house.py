@@ -16,9 +16,9 @@ STOREYS = (
     ("primitives", "contracts"),
     ("rules", "formats"),
     ("backends",),
-    ("options", "tensors", "checkpoint", "report", "engine"),
+    ("options", "tensors", "checkpoint", "report", "schedule", "slots", "engine"),
     ("optimizers",),
-    ("gradients", "scaler", "clipping", "teaching"),
+    ("gradients", "scales", "floor", "scaler", "clipping", "teaching"),
     ("monitor",),
     ("integrations", "bench", "cli"),
 )

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from halfstep import backends
-from halfstep.backends import BACKENDS, Unavailable, eager
-from harness import assert_same
+from halfstep.backends import Unavailable, eager
+from harness import HERE, assert_same
 from training import Snapshot, assert_alike, drive, make, params
 
 TRAIN = """
@@ -143,14 +143,12 @@ def test_p30_a_backend_that_the_devices_rule_out_raises(half: torch.dtype) -> No
     made = [torch.nn.Parameter(torch.empty(2, dtype=half, device="meta"))]
     with pytest.raises(Unavailable, match=r"backend='cpu' cannot run here: not cpu: the tensors are on meta. Use"):
         make("AdamW", made, backend="cpu")
-    assert (
-        "backend eager: PyTorch operators on meta (not cpu: the tensors are on meta)" in make("AdamW", made).explain()
-    )
+    assert "backend eager: PyTorch operators on meta" in make("AdamW", made).explain()
 
 
 def test_p30_every_backend_that_is_named_runs(half: torch.dtype) -> None:
-    optimizers = [make("AdamW", params(half), backend=name) for name in BACKENDS]
-    for optimizer, name in zip(optimizers, BACKENDS, strict=True):
+    optimizers = [make("AdamW", params(half), backend=name) for name in HERE]
+    for optimizer, name in zip(optimizers, HERE, strict=True):
         drive(optimizer, range(2))
         assert f"backend {name}: " in optimizer.explain()
         optimizer.param_groups[0]["backend"] = "auto"

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from halfstep.backends import BACKENDS, cpu, eager, traced
+from halfstep.backends import cpu, eager, traced
 from halfstep.contracts import Counter, Format, Job, Plan
 from halfstep.formats import GRADS, MOMENTS, WEIGHTS
 from halfstep.primitives import VOCABULARY
@@ -15,6 +15,7 @@ from halfstep.rules.adam import ADAM
 from harness import (
     CPU,
     GROUP,
+    HERE,
     MOMENT_FORMATS,
     WEIGHT_FORMATS,
     assert_same,
@@ -29,7 +30,7 @@ from harness import (
 )
 
 PLANS = {f"{name}-{key}": plan for name, rule in RULES.items() for key, plan in plans(rule).items()}
-OTHERS = [name for name in BACKENDS if name != "eager"]
+OTHERS = [name for name in HERE if name != "eager"]
 
 
 def assert_jobs_same(a: Job, b: Job) -> None:
@@ -93,7 +94,7 @@ def test_p10_cut_anywhere_the_bits_stay(plan: Plan, monkeypatch: pytest.MonkeyPa
             run(plan, parts, backend)
             assert_jobs_same(want, got)
 
-    for backend in BACKENDS:
+    for backend in HERE:
         assert_cut_same(backend)
     monkeypatch.setattr(eager, "PIECE", 140)
     monkeypatch.setattr(cpu, "SPAN", 10)
@@ -101,13 +102,13 @@ def test_p10_cut_anywhere_the_bits_stay(plan: Plan, monkeypatch: pytest.MonkeyPa
     try:
         for count in (1, 2, 5):
             torch.set_num_threads(count)
-            for backend in BACKENDS:
+            for backend in HERE:
                 assert_cut_same(backend)
     finally:
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", HERE)
 @pytest.mark.parametrize("weights", ["split16", "split8"])
 def test_p10_a_block8_state_cut_at_any_row_is_the_uncut_one(weights: str, half: torch.dtype, backend: str) -> None:
     kinds = tuple(MOMENTS["block8"].of(moment) for moment in ADAM.moments)
@@ -134,7 +135,7 @@ def test_p10_a_block8_state_cut_at_any_row_is_the_uncut_one(weights: str, half: 
             assert_jobs_same(cut, whole)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", HERE)
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_p10_strides_change_nothing(plan: Plan, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "STAGED", 140)

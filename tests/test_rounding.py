@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from chance import mean_bound
-from halfstep.backends import BACKENDS, eager
+from halfstep.backends import eager
 from halfstep.contracts import Format
 from halfstep.formats import MOMENTS, WEIGHTS
-from harness import COUNTER, assert_same, load, specials, spread, store
+from harness import COUNTER, HERE, assert_same, load, specials, spread, store
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ GRIDS = {
     "moments-bfloat16": Grid(MOMENTS["bfloat16"].signed, 8, -126, LARGEST[BF16]),
 }
 each = pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS)
-on_each = pytest.mark.parametrize("backend", BACKENDS)
+on_each = pytest.mark.parametrize("backend", HERE)
 SOME = {
     "normal": lambda g: torch.randn(40_000, generator=g),
     "small": lambda g: torch.randn(40_000, generator=g) * 2.0**-14,

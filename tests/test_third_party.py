@@ -8,19 +8,18 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from halfstep.backends import BACKENDS
 from halfstep.contracts import Plan
 from halfstep.engine import HalfOptimizer
 from halfstep.formats import FLOAT32, MOMENTS, PLAIN, WEIGHTS
 from halfstep.rules.adam import ADAM
-from harness import CPU, GROUP, assert_same, copy, job, run
+from harness import CPU, GROUP, HERE, assert_same, copy, job, run
 from test_vocabulary import arithmetic, faults, known_names
 from third_party.dithered import DITHERED
 from third_party.half8 import HALF8
 from third_party.rmsprop import RMSPROP
 from training import assert_alike, drive, make, members, params, through_file
 
-OTHERS = [name for name in BACKENDS if name != "eager"]
+OTHERS = [name for name in HERE if name != "eager"]
 BF16 = torch.bfloat16
 
 

@@ -58,8 +58,10 @@ def mismatch(
     state: Mapping[str, Any], param: Tensor, kept: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 ) -> str | None:
     """Say how ``state`` differs from what ``kept`` asks for beside ``param``, or None when it fits."""
-    if type(state.get("step")) is not int:
-        return f"its step is {state.get('step')!r}, not an int"
+    try:
+        _step(state.get("step"))
+    except ValueError as error:
+        return str(error)
     if type(state.get("stream", 0)) is not int:
         return f"its stream is {state['stream']!r}, not an int"
     for name, (dtype, shape) in kept.items():
@@ -192,6 +194,14 @@ def _take(saved: dict[str, Any], parts: Sequence[Part], param: Tensor, moment: M
             raise ValueError(f"its {name!r} is {tensor.dtype}, not {part.dtype}")
         taken.append(torch.empty(shape, dtype=part.dtype, device=param.device).copy_(tensor.detach()))
     return taken
+
+
+def counted(step: Any, device: torch.device | None) -> int | Tensor:
+    """Return a count of steps as the host has it, or where a device counts as int64 on that."""
+    if isinstance(step, Tensor) and device == step.device and step.dtype is torch.int64 and not step.dim():
+        return step
+    count = _step(step)
+    return count if device is None else torch.full((), count, dtype=torch.int64, device=device)
 
 
 def _step(step: Any) -> int:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from halfstep.engine import HalfOptimizer
-from halfstep.gradients import Clip, innermost, sum_of_squares
+from halfstep.gradients import Clip, innermost, squares
 from halfstep.scaler import GradScaler
 
 
@@ -24,7 +24,8 @@ def clip_grad_norm_(optimizer: Any, max_norm: float, scaler: GradScaler | None =
 
     Returns:
         $\lVert g \rVert$, the 2-norm of all of the optimizer's gradients together, unscaled: float32, no dimensions, on
-        the CPU. It is not finite where a gradient is not; then a scaler skips the step, and without one it raises.
+        the CPU. It is not finite where a gradient is not; then a scaler skips the step, and without one it raises. With
+        ``capturable`` it stays on the device, nothing waits for it, and such a step is left out.
 
     Raises:
         TypeError: ``optimizer`` or ``scaler`` is not halfstep's.
@@ -46,9 +47,11 @@ def clip_grad_norm_(optimizer: Any, max_norm: float, scaler: GradScaler | None =
     if not (isinstance(max_norm, int | float | Tensor) and max_norm >= 0):
         raise ValueError(f"max_norm={max_norm!r}: must be a number >= 0, the largest norm of the unscaled gradients")
     inverse = 1.0 if scaler is None else scaler.inverse_of(inner)
-    norm = math.sqrt(sum_of_squares(inner)) * inverse
+    total = squares(inner).total
+    # roots and products of float64 are rounded alike on the host and on a device
+    norm = (total.sqrt() if inner.capturable else math.sqrt(total.item())) * inverse
     inner._clip = Clip.of(inner, norm, float(max_norm), inverse)
-    return torch.tensor(norm, dtype=torch.float32)
+    return torch.as_tensor(norm).float()
 
 
 def _type(thing: Any) -> str:

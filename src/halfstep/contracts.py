@@ -42,14 +42,15 @@ class Rule:
         moments: what it keeps beside each weight, in the order in which ``update`` takes them.
         update: ``update(weight, grad, *moments, *scalars) -> (weight, *moments)``, float32 throughout, written with
             operators and ``halfstep.primitives`` alone.
-        scalars: ``scalars(group, step) -> floats``, computed in float64 from a param group and the number of this step
-            (from 1); each is rounded once to float32.
+        scalars: ``scalars(group, step) -> numbers``, computed in float64 from a param group and the number of this step
+            (from 1); each is rounded once to float32. ``group["lr"]``, a number, may be multiplied by others, and added
+            to or subtracted from them, and nothing else. In the long run they do not change with the step.
     """
 
     name: str
     moments: tuple[Moment, ...]
     update: Callable[..., Any]
-    scalars: Callable[[Mapping[str, Any], int], tuple[float, ...]]
+    scalars: Callable[[Mapping[str, Any], int], tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
@@ -159,6 +160,29 @@ NOWHERE = Counter()
 
 
 @dataclass(frozen=True, slots=True)
+class Ahead:
+    r"""What a device that counts the steps itself finds the scalars of each by, without waiting for the host.
+
+    All of it lies on the device, dimensionless where no shape is given. Scalars are linear in the learning rate $\eta$:
+    with $n$ the number of the step, or that of the last row where there is none for it, they are
+    ``rows[n - 1, 0]`` $+\,\eta\,\cdot$ ``rows[n - 1, 1]``, each operation in float64, rounded once to float32.
+
+    Args:
+        step: int64, the steps done so far; the kernel counts on.
+        rows: float64, (rows, 2, scalars).
+        lr: float64, $\eta$.
+        factor: float64, the factor on the gradient.
+        skip: float32; unless it is 0 nothing is stepped or counted.
+    """
+
+    step: Tensor
+    rows: Tensor
+    lr: Tensor
+    factor: Tensor
+    skip: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     """One tensor's step under a plan.
 
@@ -167,8 +191,9 @@ class Job:
         grad: shaped like ``param``, any strides.
         state: the other parts of the weight, then each moment's parts; contiguous, in the param's logical row-major
             order.
-        scalars: the factor on the gradient, then the rule's scalars.
-        counter: where its random bits come from, where a format takes some.
+        scalars: the factor on the gradient, then the rule's scalars; empty with ``ahead``.
+        counter: where its random bits come from, where a format takes some; with ``ahead`` its step is 0.
+        ahead: what stands for scalars and step on a device that counts for itself; only for a `Backend` that can.
     """
 
     param: Tensor
@@ -176,6 +201,7 @@ class Job:
     state: tuple[Tensor, ...]
     scalars: tuple[float, ...]
     counter: Counter = NOWHERE
+    ahead: Ahead | None = None
 
 
 Kernel = Callable[[Sequence[Job]], Sequence[Tensor | int]]
@@ -186,6 +212,8 @@ class Backend(Protocol):
     """Who runs a plan."""
 
     name: str
+    capturable: bool
+    """Whether it takes jobs with `Ahead`."""
 
     def refuses(self, device: torch.device, dtypes: Collection[torch.dtype]) -> str | None:
         """Say why this backend cannot run tensors of ``dtypes`` on ``device``, or None when it can."""
@@ -199,10 +227,16 @@ class Backend(Protocol):
         """Return the kernel of ``plan``; nothing is stepped yet."""
         ...
 
-    def squares(self, grad: Format, grads: Sequence[Tensor]) -> Tensor:
+    def squares(self, grad: Format, grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Return the sum of the squares of each `CHUNK` of gradients of one dtype and device, in float64.
 
         A tensor's chunks are cut from its logical row-major order and lie behind those of the tensor before it. The
         second half of a chunk, which zeros fill up, is added to the first, and so on with what is left.
+
+        Beside it, of each gradient in integers: 0 where it is finite, 1 where it is infinite, 2 where it is NaN.
         """
+        ...
+
+    def total(self, sums: Tensor) -> Tensor:
+        """Return the sum of float64 numbers: neighbours are added in pairs, zeros to them where some are missing."""
         ...

@@ -3,56 +3,21 @@
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from halfstep import backends, checkpoint, report
-from halfstep.contracts import Counter, Format, Job, Kernel, Plan, Rule
+from halfstep.contracts import Ahead, Counter, Format, Job, Kernel, Plan, Rule
 from halfstep.formats import GRADS, PLAIN, moment_format, weight_format
 from halfstep.options import LIVE, TORCHS, checked, choices, refuse
+from halfstep.schedule import Coming, Schedule
+from halfstep.slots import Due, Slot
 from halfstep.tensors import Turns, check_alike, check_grad, check_param, named
 
 _LARGEST = torch.finfo(torch.float32).max
-
-
-@dataclass(slots=True)
-class _Slot:
-    """What stays the same from step to step for one param."""
-
-    name: str
-    options: tuple[Any, ...]
-    dtype: torch.dtype
-    device: torch.device
-    shape: torch.Size
-    rule: Rule
-    weight: Format
-    moments: tuple[Format, ...]
-    kept: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-    #: whether one of the formats takes random bits
-    random: bool
-    tensors: tuple[Tensor, ...] = ()
-    kernels: dict[torch.dtype, Kernel] = field(default_factory=dict)
-
-    def holds(self, state: Mapping[str, Any]) -> bool:
-        """Whether ``state`` is the one that was checked."""
-        same = all(state.get(key) is tensor for key, tensor in zip(self.kept, self.tensors, strict=True))
-        return same and type(state.get("step")) is int and ("stream" in state or not self.random)
-
-
-class _Due(NamedTuple):
-    """A param that this step will step, checked."""
-
-    slot: _Slot
-    param: Tensor
-    grad: Tensor
-    step: int
-    scalars: tuple[float, ...]
-    place: int
-    seed: int
 
 
 class HalfOptimizer(torch.optim.Optimizer):
@@ -67,8 +32,10 @@ class HalfOptimizer(torch.optim.Optimizer):
     rule: ClassVar[Rule]
     #: Options that a loaded state leaves as they are.
     _live: ClassVar[tuple[str, ...]] = LIVE
-    #: What the step multiplies every gradient by; `GradScaler` sets it for the length of one step.
-    _inverse_scale: float = 1.0
+    #: What the step multiplies every gradient by, and where not 0 a reason on the device to leave it out; `GradScaler`
+    #: sets them for the length of one step.
+    _inverse_scale: float | Tensor = 1.0
+    _skip: Tensor | None = None
     #: The `halfstep.gradients.Clip` that `clip_grad_norm_` asks of the next step.
     _clip: Any = None
 
@@ -82,9 +49,15 @@ class HalfOptimizer(torch.optim.Optimizer):
 
     def _forget(self) -> None:
         """Drop what is derived from groups and state."""
-        self._slots: dict[Tensor, _Slot] = {}
+        self._slots: dict[Tensor, Slot] = {}
         self._saturated: dict[str, int | Tensor] = {}
         self._warned: set[Tensor] = set()
+        self._schedule = Schedule()
+
+    @property
+    def capturable(self) -> bool:
+        """Whether the device counts the steps, and the host never waits for it."""
+        return all(group["capturable"] for group in self.param_groups)
 
     def _named(self) -> Iterator[tuple[int, dict[str, Any], str, Tensor]]:
         """Each param with the place of its group, the group and its name."""
@@ -108,10 +81,17 @@ class HalfOptimizer(torch.optim.Optimizer):
         group.update({name: value for name, value in options.items() if name not in ("params", "param_names")})
         for name, param in named(group, len(self.param_groups)):
             check_param(name, param)
-            if group["backend"] != "auto":
+            if group["backend"] != "auto" or group["capturable"]:
                 rule, weight, moments = self._formats(group, param)
                 plan = Plan(rule, weight, moments, GRADS[param.dtype], param.device)
-                backends.choose(plan.device, plan.dtypes, group["backend"])
+                backend, why = backends.choose(plan.device, plan.dtypes, group["backend"])
+                if group["capturable"] and not backend.capturable:
+                    raise ValueError(
+                        f"capturable=True: {name} is on {param.device}, where the backend is {backend.name}"
+                        f"{f' ({why})' if why else ''}; only a GPU counts its own steps. Leave it out"
+                    )
+        if any(other["capturable"] != group["capturable"] for other in self.param_groups):
+            raise ValueError(f"capturable={group['capturable']!r}: must be the same in all of an optimizer's groups")
         self.param_groups.append(group)
 
     def _rule(self, group: Mapping[str, Any]) -> Rule:
@@ -146,26 +126,31 @@ class HalfOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        factor = self._inverse_scale
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing() and not self.capturable:
+            raise RuntimeError("a step is captured in a CUDA graph only with capturable=True: give it to the optimizer")
+        factor, skip = self._inverse_scale, self._skip
         if self._clip is not None:
-            factor *= self._clip.factor(factor)
-        batches = self._gather(factor)
+            factor = factor * self._clip.factor(factor)
+            skip = self._clip.skip() if skip is None else skip
+        batches = self._gather(factor, skip)
         self._saturated, self._clip = {}, None
         for (kernel, _), batch in batches.items():
             counts = kernel([self._job(due) for due in batch])
             # backends write past autograd, which has to know: a graph that still needs the old values must not run
             torch.autograd.graph.increment_version([due.param for due in batch])
             for due, count in zip(batch, counts, strict=True):
-                self.state[due.param]["step"] = due.step
+                if due.coming is None:
+                    self.state[due.param]["step"] = due.step
                 self._note(due, count)
         return loss
 
-    def _gather(self, factor: float) -> dict[tuple[Kernel, int], list[_Due]]:
+    def _gather(self, factor: float | Tensor, skip: Tensor | None) -> dict[tuple[Kernel, int], list[Due]]:
         """Check every tensor of this step and put together those that one kernel steps in one turn."""
-        batches: defaultdict[tuple[Kernel, int], list[_Due]] = defaultdict(list)
+        batches: defaultdict[tuple[Kernel, int], list[Due]] = defaultdict(list)
         turns, stepped, places = Turns(), set(), itertools.count()
         for index, group in enumerate(self.param_groups):
             scalars: dict[int, tuple[float, ...]] = {}
+            coming: dict[torch.device, Coming] = {}
             for (name, param), place in zip(named(group, index), places, strict=False):
                 grad = param.grad
                 if grad is None or param in stepped:
@@ -177,17 +162,23 @@ class HalfOptimizer(torch.optim.Optimizer):
                 if grad.layout is not torch.strided or grad.dtype not in slot.kernels:
                     check_grad(name, grad)
                     slot.kernels[grad.dtype] = backends.kernel(self._plan(slot, grad.dtype), group["backend"])
-                state = self.state.get(param)
-                step = state["step"] + 1 if state else 1
-                if step not in scalars:
-                    scalars[step] = self._scalars(index, group, step, factor)
-                due = _Due(slot, param, grad, step, scalars[step], place, group["seed"])
+                if group["capturable"]:
+                    if slot.device not in coming:
+                        coming[slot.device] = self._schedule.of(slot.rule, index, group, slot.device, factor, skip)
+                    due = Due(slot, param, grad, 0, (), coming[slot.device], place, group["seed"])
+                else:
+                    state = self.state.get(param)
+                    step = state["step"] + 1 if state else 1
+                    if step not in scalars:
+                        scalars[step] = self._scalars(index, group, step, factor)
+                    due = Due(slot, param, grad, step, scalars[step], None, place, group["seed"])
                 batches[slot.kernels[grad.dtype], turns.take(param)].append(due)
         return batches
 
-    def _scalars(self, index: int, group: dict[str, Any], step: int, factor: float) -> tuple[float, ...]:
+    def _scalars(self, index: int, group: dict[str, Any], step: int, factor: Any) -> tuple[float, ...]:
         """Return the gradient's factor and the rule's scalars."""
-        scalars = (-factor if group["maximize"] else factor, *self._rule(group).scalars(group, step))
+        rate = {**group, "lr": float(group["lr"])}
+        scalars = (-factor if group["maximize"] else factor, *self._rule(group).scalars(rate, step))
         if not all(abs(scalar) <= _LARGEST for scalar in scalars):
             numbers = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay") if name in group}
             raise ValueError(
@@ -196,7 +187,7 @@ class HalfOptimizer(torch.optim.Optimizer):
             )
         return scalars
 
-    def _slot(self, group: dict[str, Any], name: str, param: Tensor) -> _Slot:
+    def _slot(self, group: dict[str, Any], name: str, param: Tensor) -> Slot:
         """Return what is known of ``param``, checked against what it is now."""
         slot, state = self._slots.get(param), self.state.get(param)
         options = self._options(group)
@@ -207,7 +198,7 @@ class HalfOptimizer(torch.optim.Optimizer):
             and slot.shape == param.shape
             and slot.options == options
             and slot.rule is self._rule(group)
-            and (not state or slot.holds(state))
+            and (not state or slot.holds(state, Tensor if group["capturable"] else int))
         ):
             return slot
         if slot and state and slot.dtype is not param.dtype:
@@ -221,7 +212,7 @@ class HalfOptimizer(torch.optim.Optimizer):
         rule, weight, moments = self._formats(group, param)
         kept = checkpoint.layout(param.shape, weight, list(zip(rule.moments, moments, strict=True)))
         random = any(format.random for format in (weight, *moments))
-        slot = _Slot(name, options, param.dtype, param.device, param.shape, rule, weight, moments, kept, random)
+        slot = Slot(name, options, param.dtype, param.device, param.shape, rule, weight, moments, kept, random)
         if state:
             if reason := checkpoint.mismatch(state, param, kept):
                 raise ValueError(
@@ -230,6 +221,7 @@ class HalfOptimizer(torch.optim.Optimizer):
                     "starts in a new optimizer"
                 )
             slot.tensors = tuple(state[key] for key in kept)
+            state["step"] = checkpoint.counted(state["step"], param.device if group["capturable"] else None)
         self._slots[param] = slot
         return slot
 
@@ -238,22 +230,23 @@ class HalfOptimizer(torch.optim.Optimizer):
         """Return what a group's options say of how its params are stepped."""
         return tuple(group[name] for name in ("weights", "moments", "backend", "seed"))
 
-    def _plan(self, slot: _Slot, grad: torch.dtype) -> Plan:
+    def _plan(self, slot: Slot, grad: torch.dtype) -> Plan:
         return Plan(slot.rule, slot.weight, slot.moments, GRADS[grad], slot.device)
 
-    def _job(self, due: _Due) -> Job:
-        slot, param = due.slot, due.param
+    def _job(self, due: Due) -> Job:
+        slot, param, coming = due.slot, due.param, due.coming
         if not self.state.get(param):
             moments = list(zip(slot.rule.moments, slot.moments, strict=True))
             stream = {"stream": due.place} if slot.random else {}
-            self.state[param] = {"step": 0, **stream, **checkpoint.fresh(param, slot.weight, moments)}
+            step = checkpoint.counted(0, slot.device if coming else None)
+            self.state[param] = {"step": step, **stream, **checkpoint.fresh(param, slot.weight, moments)}
             slot.tensors = tuple(self.state[param][key] for key in slot.kept)
-        if not slot.random:
-            return Job(param, due.grad, slot.tensors, due.scalars)
-        stream = self.state[param].setdefault("stream", due.place)
-        return Job(param, due.grad, slot.tensors, due.scalars, Counter(due.seed, stream, due.step))
+        state = self.state[param]
+        ahead = Ahead(state["step"], *coming) if coming else None
+        stream = state.setdefault("stream", due.place) if slot.random else 0
+        return Job(param, due.grad, slot.tensors, due.scalars, Counter(due.seed, stream, due.step), ahead)
 
-    def _note(self, due: _Due, count: int | Tensor) -> None:
+    def _note(self, due: Due, count: int | Tensor) -> None:
         """Keep a param's count of saturated weights; warn of the first, where that costs no wait for a device."""
         if isinstance(count, Tensor) and count.device.type == "cpu":
             count = int(count)

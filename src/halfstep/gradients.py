@@ -5,7 +5,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,8 @@ from halfstep.engine import HalfOptimizer
 from halfstep.formats import GRADS
 from halfstep.tensors import check_grad, named
 
-#: How many chunks are summed at a time, a power of two: their sums take 2 MiB, however large the model.
-WINDOW = 2**18
+#: How many chunks are summed at a time, a power of two: their sums take 8 MiB at most, however large the model.
+WINDOW = 2**20
 
 
 def graded(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], str, Any]]:
@@ -36,6 +36,12 @@ def innermost(optimizer: Any) -> Any:
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner
     return optimizer
+
+
+def capturable(optimizer: Any) -> bool:
+    """Whether the host must not wait for the device that steps: an optimizer of ours was told so."""
+    inner = innermost(optimizer)
+    return isinstance(inner, HalfOptimizer) and inner.capturable
 
 
 def watched(optimizer: Any) -> bool:
@@ -82,51 +88,83 @@ def drop(widened: Mapping[Any, torch.dtype | None]) -> None:
         param.grad_dtype = dtype
 
 
-def sum_of_squares(optimizer: HalfOptimizer) -> float:
-    """Return the sum of the squares of all gradients as they are, in float64: not finite where one of them is not.
+class Squares(NamedTuple):
+    """What one read of all gradients tells: the sum of their squares, and what is not finite.
+
+    Args:
+        total: float64, no dimensions, on the gradients' device, or on the first of several; not finite where a gradient
+            is not.
+        kinds: names of params, and of each one's gradient 0 where it is finite, 1 where infinite, 2 where NaN.
+    """
+
+    total: Tensor
+    kinds: list[tuple[list[str], Tensor]]
+
+    def not_finite(self) -> dict[str, str]:
+        """Name the params whose gradients are not finite, and say which: "NaN", or "infinite" alone."""
+        found: dict[str, int] = {}
+        for names, kinds in self.kinds:
+            for name, kind in zip(names, kinds.tolist(), strict=True):
+                found[name] = max(kind, found.get(name, 0))
+        return {name: ("infinite", "NaN")[kind - 1] for name, kind in found.items() if kind}
+
+
+def squares(optimizer: HalfOptimizer) -> Squares:
+    """Read all gradients as they are, once, and sum their squares in float64.
 
     Neighbours among the sums of all chunks, in the order of the params, are added in pairs, and so on with what is
-    left: the same bits from every backend.
+    left: the same bits from every backend. Nothing waits for a device.
 
     Raises:
         TypeError: a gradient is sparse, or of a dtype that no step takes.
     """
-    totals, waiting = [], torch.zeros(0, dtype=torch.float64)
+    totals, kinds, waiting, requested = [], [], None, ""
     for window in _windows(optimizer):
-        *whole, waiting = _split(torch.cat([waiting, _sums(window)]))
-        totals += map(_total, whole)
-    return _total(torch.tensor([*totals, _total(waiting)], dtype=torch.float64))
+        sums = _sums(window, kinds)
+        if waiting is None:
+            waiting, requested = sums[:0], window[0][0]
+        *whole, waiting = _split(torch.cat([waiting, sums.to(waiting.device)]) if len(waiting) else sums)
+        totals += [backends.total(sums, requested) for sums in whole]
+    if waiting is None:
+        return Squares(torch.zeros((), dtype=torch.float64), [])
+    rest = backends.total(waiting, requested)
+    return Squares(backends.total(torch.stack([*totals, rest]), requested) if totals else rest, kinds)
 
 
-def _windows(optimizer: HalfOptimizer) -> Iterator[list[tuple[str, Tensor]]]:
-    """All gradients, each with its group's backend, in lists of about `WINDOW` chunks."""
+def _windows(optimizer: HalfOptimizer) -> Iterator[list[tuple[str, str, Tensor]]]:
+    """All gradients, each with its group's backend and its param's name, in lists of about `WINDOW` chunks."""
     window, chunks = [], 0
     for group, name, param in graded(optimizer):
         check_grad(name, param.grad)
         grad = param.grad.detach()
         for piece in grad.view(-1).split(WINDOW * CHUNK) if grad.is_contiguous() else [grad]:
-            window.append((group["backend"], piece))
+            window.append((group["backend"], name, piece))
             chunks += _chunks(piece)
             if chunks >= WINDOW:
                 yield window
                 window, chunks = [], 0
-    yield window
+    if window:
+        yield window
 
 
-def _sums(window: Sequence[tuple[str, Tensor]]) -> Tensor:
-    """The sums of the squares of each gradient's chunks, in order, whoever takes them."""
-    places = [0, *itertools.accumulate(_chunks(grad) for _, grad in window)]
+def _sums(window: Sequence[tuple[str, str, Tensor]], kinds: list[tuple[list[str], Tensor]]) -> Tensor:
+    """The sums of the squares of each gradient's chunks, in order, whoever takes them; ``kinds`` takes their kinds."""
+    places = [0, *itertools.accumulate(_chunks(grad) for _, _, grad in window)]
     batches: dict[Any, list[int]] = {}
-    for k, (backend, grad) in enumerate(window):
-        batches.setdefault((backend, grad.dtype, grad.device), []).append(k)
-    sums = torch.zeros(places[-1], dtype=torch.float64)
-    for (backend, dtype, _), batch in batches.items():
-        found = backends.squares(GRADS[dtype], [window[k][1] for k in batch], backend).cpu()
+    for k, (requested, _, grad) in enumerate(window):
+        batches.setdefault((requested, grad.dtype, grad.device), []).append(k)
+    sums = None
+    for (requested, dtype, _), batch in batches.items():
+        found, kind = backends.squares(GRADS[dtype], [window[k][2] for k in batch], requested)
+        kinds.append(([window[k][1] for k in batch], kind))
         if len(batches) == 1:
             return found
+        if sums is None:
+            sums = torch.zeros(places[-1], dtype=torch.float64, device=found.device)
         sizes = [places[k + 1] - places[k] for k in batch]
-        for k, piece in zip(batch, found.split(sizes), strict=True):
+        for k, piece in zip(batch, found.to(sums.device, non_blocking=True).split(sizes), strict=True):
             sums[places[k] : places[k + 1]] = piece
+    assert sums is not None
     return sums
 
 
@@ -134,15 +172,6 @@ def _split(sums: Tensor) -> list[Tensor]:
     """Cut what is a whole window's from the front; the last is what is left, maybe nothing."""
     whole = len(sums) // WINDOW * WINDOW
     return [*(sums[:whole].split(WINDOW) if whole else ()), sums[whole:]]
-
-
-def _total(sums: Tensor) -> float:
-    """Add numbers in pairs, and zeros to them where some are missing."""
-    sums = torch.nn.functional.pad(sums, (0, 2 ** max(len(sums) - 1, 0).bit_length() - len(sums)))
-    while len(sums) > 1:
-        pairs = sums.view(-1, 2)
-        sums = pairs[:, 0] + pairs[:, 1]
-    return float(sums)
 
 
 def _chunks(grad: Tensor) -> int:
@@ -154,21 +183,23 @@ class Clip:
     """A clip that the next step does, and the gradients that it is for.
 
     Args:
-        norm: of the unscaled gradients.
+        norm: of the unscaled gradients; a tensor where nothing waits for the device.
         max_norm: what it should not exceed.
-        inverse: what the step multiplies these gradients by to unscale them.
+        inverse: what the step multiplies these gradients by to unscale them, likewise.
         param, grad, version: a param with a gradient, to see whether the gradients are still the same.
     """
 
-    norm: float
+    norm: float | Tensor
     max_norm: float
-    inverse: float
+    inverse: float | Tensor
     param: Tensor
     grad: Tensor
     version: int
 
     @classmethod
-    def of(cls, optimizer: HalfOptimizer, norm: float, max_norm: float, inverse: float) -> "Clip | None":
+    def of(
+        cls, optimizer: HalfOptimizer, norm: float | Tensor, max_norm: float, inverse: float | Tensor
+    ) -> "Clip | None":
         """Return the clip of the gradients that ``optimizer`` has now, or None where it has none."""
         for _, _, param in graded(optimizer):
             return cls(norm, max_norm, inverse, param, param.grad, param.grad._version)
@@ -188,15 +219,22 @@ class Clip:
             )
         return same
 
-    def check(self, inverse: float) -> None:
-        """Raise unless ``inverse`` is what the gradients were said to be unscaled by."""
+    def check(self, inverse: float | Tensor) -> None:
+        """Raise unless ``inverse`` is what the gradients were said to be unscaled by, as far as the host knows."""
+        if isinstance(inverse, Tensor) and isinstance(self.inverse, Tensor):
+            return
+        if isinstance(inverse, Tensor) or isinstance(self.inverse, Tensor):
+            raise RuntimeError(
+                "clip_grad_norm_ was not given the scaler that steps, or not the one that does: call "
+                "clip_grad_norm_(optimizer, max_norm, scaler) with it"
+            )
         if inverse != self.inverse:
             raise RuntimeError(
                 f"clip_grad_norm_ took gradients scaled by {1 / self.inverse:g}, and they are scaled by "
                 f"{1 / inverse:g}: call clip_grad_norm_(optimizer, max_norm, scaler) with the scaler that steps"
             )
 
-    def factor(self, inverse: float) -> float:
+    def factor(self, inverse: float | Tensor) -> float | Tensor:
         """Return what the step multiplies the gradients by, besides ``inverse``; 1 where they are others.
 
         Raises:
@@ -205,12 +243,23 @@ class Clip:
         if not self.holds():
             return 1.0
         self.check(inverse)
+        if isinstance(self.norm, Tensor):
+            return (self.max_norm / (self.norm + 1e-6)).clamp(max=1.0)
         if not math.isfinite(self.norm):
             raise RuntimeError(
                 f"the gradients' norm is {self.norm}, so that nothing can be clipped to: leave the step out "
                 "(zero_grad()), or step by a halfstep.GradScaler, which does that by itself"
             )
         return min(1.0, self.max_norm / (self.norm + 1e-6))
+
+    def skip(self) -> Tensor | None:
+        """Return on the device whether the norm is not finite, where the host does not wait to know."""
+        return overflowed(self.norm) if isinstance(self.norm, Tensor) and self.holds() else None
+
+
+def overflowed(total: Tensor) -> Tensor:
+    """Return float32 1 where a sum or norm is not finite, else 0, on its device, as torch's scaler keeps it."""
+    return (~total.isfinite()).float()
 
 
 def not_finite(optimizer: torch.optim.Optimizer) -> dict[str, str]:

@@ -13,12 +13,11 @@ _WAYS_OUT = {
     "amsgrad": "AMSGrad is not offered; leave it out, or use torch.optim with float32 params",
     "foreach": "all tensors are stepped together anyhow; leave it out, or choose with backend=",
     "fused": "the step is one pass over memory anyhow; leave it out, or choose with backend=",
-    "capturable": "a step cannot be captured in a CUDA graph; leave it out",
     "differentiable": "a step cannot be differentiated; leave it out, or use torch.optim with float32 params",
 }
 
 TORCHS = {"amsgrad": False, "foreach": None, "fused": None, "capturable": False, "differentiable": False}
-"""Options of torch's groups that ask for nothing here; they are there for those who read them."""
+"""Options of torch's groups: all but ``capturable`` ask for nothing here, and are there for those who read them."""
 
 LIVE = ("weights", "moments", "backend", "foreach", "fused", "capturable", "differentiable")
 """Options that say how the live optimizer works; a loaded state does not change them."""
@@ -32,6 +31,8 @@ def checked(group: Mapping[str, Any]) -> dict[str, Any]:
     """
     refuse(group)
     kept = {**group, **choices(group)}
+    if not isinstance(group["capturable"], bool):
+        raise ValueError(f"capturable={group['capturable']!r}: must be True or False")
     for name in ("lr", "eps", "weight_decay", "momentum"):
         if name in group:
             number = _number(name, group[name])

@@ -91,7 +91,12 @@ def narrow_f16(x: Float) -> Int:
     _unbound("narrow_f16")
 
 
-def bind(function: Callable[..., Any], words: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+def bind(
+    function: Callable[..., Any],
+    words: Mapping[str, Callable[..., Any]],
+    compiled: Callable[[Callable[..., Any]], Any] = lambda function: function,
+    number: Callable[[Any], Any] = lambda number: number,
+) -> Callable[..., Any]:
     """Copy ``function``, and each function of ours that it calls, with a backend's meaning of every word.
 
     Float constants are rounded to float32: ``w * 0.1 + 0.3`` must not meet float64 in any backend.
@@ -100,6 +105,8 @@ def bind(function: Callable[..., Any], words: Mapping[str, Callable[..., Any]]) 
         function: a rule's or a format's function; its globals may be words of the vocabulary, integers, floats and
             functions of the same kind.
         words: the backend's meaning of each name in `VOCABULARY`.
+        compiled: what the backend makes of each copy.
+        number: what it makes of each number among the globals.
 
     Raises:
         TypeError: a global of ``function`` is none of these, or it is a closure.
@@ -118,11 +125,11 @@ def bind(function: Callable[..., Any], words: Mapping[str, Callable[..., Any]]) 
         if VOCABULARY.get(name) is value:
             namespace[name] = words[name]
         elif isinstance(value, types.FunctionType):
-            namespace[name] = bind(value, words)
+            namespace[name] = bind(value, words, compiled, number)
         elif isinstance(value, int) and not isinstance(value, bool):
-            namespace[name] = value
+            namespace[name] = number(value)
         elif isinstance(value, float):
-            namespace[name] = float(np.float32(value))
+            namespace[name] = number(float(np.float32(value)))
         else:
             raise TypeError(
                 f"{here} uses {name!r}, a {type(value).__name__}: only words, functions and numbers compile"
@@ -132,4 +139,4 @@ def bind(function: Callable[..., Any], words: Mapping[str, Callable[..., Any]]) 
         function.__code__.replace(co_consts=constants), namespace, function.__name__, function.__defaults__
     )
     copy.__module__, copy.__qualname__, copy.__doc__ = function.__module__, function.__qualname__, function.__doc__
-    return copy
+    return compiled(copy)

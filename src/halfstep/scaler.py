@@ -12,25 +12,23 @@ from torch._compile import _disable_dynamo
 from torch.amp.grad_scaler import OptState
 
 from halfstep.engine import HalfOptimizer
+from halfstep.floor import Floor
 from halfstep.gradients import (
     Clip,
+    capturable,
     check,
-    described,
     drop,
     graded,
     innermost,
     not_finite,
+    overflowed,
     refuse_float16,
-    sum_of_squares,
+    squares,
     watched,
     widen,
 )
+from halfstep.scales import FLOAT16_CAP, bounds, rounded
 from halfstep.tensors import materialized, tensors_in
-
-#: The largest power of two that float16 holds: the gradient of a scaled float16 output is the scale itself.
-_FLOAT16_CAP = 2.0**15
-#: Between this and its inverse a scale and its inverse are normal float32 numbers.
-_LEAST = 2.0**-126
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -72,12 +70,11 @@ class GradScaler(torch.amp.GradScaler):
         at_floor: str = "warn",
         allow_fp16: bool = False,
     ) -> None:
-        self._min_scale, self._max_scale = _bounds(min_scale, max_scale)
+        self._min_scale, self._max_scale = bounds(min_scale, max_scale)
         self._check("init_scale", init_scale)
         if not (isinstance(hysteresis, int) and hysteresis >= 1):
             raise ValueError(f"hysteresis={hysteresis!r}: must be a whole number >= 1, the overflows before a back-off")
-        if at_floor not in ("warn", "raise"):
-            raise ValueError(f"at_floor={at_floor!r}: must be 'warn' or 'raise'")
+        self._floor = Floor(at_floor)
         if not 0 < backoff_factor < math.inf:
             raise ValueError(f"backoff_factor={backoff_factor!r}: must be greater than 0 and less than 1")
         name = "cpu" if device is None else torch.device(device).type
@@ -85,13 +82,11 @@ class GradScaler(torch.amp.GradScaler):
         self._device_open = device is None
         self._hysteresis = self._init_patience = hysteresis
         self._patience: Tensor | None = None
-        self._at_floor = at_floor
         self._allow_fp16 = allow_fp16
         self._float16_output = self._scaled = False
-        #: whether the next overflow may come at the floor, and what overflowed there: each param's name, and how
-        self._floor_near = init_scale * backoff_factor <= self._min_scale
-        self._floored: dict[str, str] | None = None
-        self._floor_told = False
+        self._floor.near = init_scale * backoff_factor <= self._min_scale
+        #: the scale as the host last read it: the tensor, its version and the number
+        self._read: tuple[Tensor, int, float] | None = None
         self._found: weakref.WeakKeyDictionary[Any, list[Tensor]] = weakref.WeakKeyDictionary()
 
     # ------------------------------------------------------------------ the loop, in order
@@ -118,7 +113,7 @@ class GradScaler(torch.amp.GradScaler):
                 # outputs of one iteration share one scale: what is scaled already stays right
                 if not self._scaled:
                     scale, _ = self._check_scale_growth_tracker("scale")
-                    scale.clamp_(max=max(_FLOAT16_CAP, self._min_scale))
+                    scale.clamp_(max=max(FLOAT16_CAP, self._min_scale))
             self._scaled = True
         return super().scale(outputs)
 
@@ -167,23 +162,26 @@ class GradScaler(torch.amp.GradScaler):
         straight = state["stage"] is OptState.READY and isinstance(inner, HalfOptimizer) and not watched(optimizer)
         try:
             if straight:
-                inner._inverse_scale = self.inverse_of(inner)
                 state["found_inf_per_device"] = self._read_through(inner)
+                inner._inverse_scale = self.inverse_of(inner)
                 state["stage"] = OptState.UNSCALED
             returned = super().step(optimizer, *args, **kwargs)
         finally:
             inner.__dict__.pop("_inverse_scale", None)
+            inner.__dict__.pop("_skip", None)
             if straight and state["stage"] is not OptState.STEPPED:
                 state["stage"] = OptState.READY  # it raised; the gradients are still scaled
         self._found[inner] = list(state["found_inf_per_device"].values())
-        if self.skipped(inner):
+        if not capturable(inner) and self.skipped(inner):
             inner.__dict__.pop("_clip", None)
             self._watch_floor(self.get_scale())
         drop(state.pop("widened", {}))
         return returned
 
-    def inverse_of(self, optimizer: torch.optim.Optimizer) -> float:
+    def inverse_of(self, optimizer: torch.optim.Optimizer) -> float | Tensor:
         """Return what unscales the gradients of ``optimizer`` as they are now: 1 where `unscale_` did it already.
+
+        A number, or a float64 tensor without dimensions where the optimizer is ``capturable``.
 
         Raises:
             RuntimeError: called between `step` and `update`, when they may be either.
@@ -197,7 +195,9 @@ class GradScaler(torch.amp.GradScaler):
                 "update() before the next iteration"
             )
         scale, _ = self._check_scale_growth_tracker("clip_grad_norm_")
-        return 1.0 / scale.item() if stage is OptState.READY else 1.0
+        if stage is not OptState.READY:
+            return 1.0
+        return 1.0 / (scale.double() if capturable(optimizer) else self._number(scale))
 
     def skipped(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether the last `step` of this optimizer, or of the one it wraps, was left out; False before any."""
@@ -232,9 +232,7 @@ class GradScaler(torch.amp.GradScaler):
             drop(state.pop("widened", {}))
         self._per_optimizer_states.clear()
         self._float16_output = self._scaled = False
-        floored, self._floored = self._floored, None
-        if floored is not None:
-            self._tell_floor(floored)
+        self._floor.tell(self._min_scale)
 
     # ------------------------------------------------------------------ how
 
@@ -267,12 +265,31 @@ class GradScaler(torch.amp.GradScaler):
     def _read_through(self, optimizer: HalfOptimizer) -> dict[torch.device, Tensor]:
         """Return for each device that has gradients whether one of them all is not finite, as torch keeps it."""
         clip = self._clip_of(optimizer)
-        total = clip.norm if clip else sum_of_squares(optimizer)
+        total = torch.as_tensor(clip.norm if clip else squares(optimizer).total)
         scale, _ = self._check_scale_growth_tracker("step")
+        if total.device.type != "cpu" and not capturable(optimizer):
+            # what the host has to know comes with one wait for the device
+            norm, number = torch.stack((total, scale.to(total.device).double())).tolist()
+            total, self._read = torch.tensor(norm, dtype=torch.float64), (scale, scale._version, number)
         devices = {param.grad.device for _, _, param in graded(optimizer)} or {scale.device}
-        found = {device: torch.full((), float(not math.isfinite(total)), device=device) for device in devices}
+        found = dict.fromkeys(devices, overflowed(total))
         self._look_at_floor(optimizer, found)
         return found
+
+    def _maybe_opt_step(self, optimizer: Any, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        inner = innermost(optimizer)
+        if not capturable(inner):
+            return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
+        # the device itself leaves out what it has to
+        found = list(optimizer_state["found_inf_per_device"].values())
+        inner._skip = torch.stack([each.to(found[0].device, non_blocking=True) for each in found]).amax()
+        return optimizer.step(*args, **kwargs)
+
+    def _number(self, scale: Tensor) -> float:
+        """The scale, read from its device where it has moved since the last time."""
+        if self._read is None or self._read[0] is not scale or self._read[1] != scale._version:
+            self._read = scale, scale._version, scale.item()
+        return self._read[2]
 
     def _clip_of(self, optimizer: HalfOptimizer) -> Clip | None:
         """Return the clip that was asked for gradients as they are now."""
@@ -284,8 +301,10 @@ class GradScaler(torch.amp.GradScaler):
 
     def _look_at_floor(self, optimizer: Any, found: Mapping[torch.device, Tensor]) -> None:
         """Note at the floor what overflowed, now: clipping may make NaN of infinity."""
-        if self._floor_near and self.get_scale() <= self._min_scale and any(f.item() for f in found.values()):
-            self._floored = (self._floored or {}) | not_finite(optimizer)
+        if capturable(optimizer):
+            return
+        if self._floor.near and self.get_scale() <= self._min_scale and any(f.item() for f in found.values()):
+            self._floor.note(not_finite(optimizer))
 
     def _state(self, optimizer: Any) -> dict[str, Any]:
         """Return what is known of an optimizer since the last update; a wrapper shares it with what it wraps."""
@@ -307,24 +326,15 @@ class GradScaler(torch.amp.GradScaler):
         grown = (overflowed == 0) & (tracker == 0)
         patience.sub_((overflowed > 0).int()).clamp_(min=0).masked_fill_(grown, self._hysteresis)
         kept = (overflowed > 0) & (patience > 0)
-        ceiling = min(self._max_scale, _FLOAT16_CAP) if self._float16_output else self._max_scale
+        ceiling = min(self._max_scale, FLOAT16_CAP) if self._float16_output else self._max_scale
         scale.copy_(torch.where(kept, before, scale).clamp_(self._min_scale, max(ceiling, self._min_scale)))
 
     def _watch_floor(self, scale: float) -> None:
         """Note whether an overflow at ``scale`` leads to the floor: only there do gradients get looked through."""
-        self._floor_near = scale * self._backoff_factor <= self._min_scale
-
-    def _tell_floor(self, floored: dict[str, str]) -> None:
-        text = f"A step was skipped at the smallest scale, {self._min_scale:g}: {described(floored)}."
-        if self._at_floor == "raise":
-            raise RuntimeError(text)
-        if not self._floor_told:
-            self._floor_told = True
-            # past this function, update, and the two that keep the compiler out of it
-            warnings.warn(text + " This is said once.", RuntimeWarning, stacklevel=5)
+        self._floor.near = scale * self._backoff_factor <= self._min_scale
 
     def _check(self, name: str, scale: float | Tensor) -> float:
-        if not self._min_scale <= _float32(scale) <= self._max_scale:
+        if not self._min_scale <= rounded(scale) <= self._max_scale:
             raise ValueError(
                 f"{name}={float(scale)!r}: must lie between min_scale={self._min_scale:g} and max_scale="
                 f"{self._max_scale:g}, which GradScaler(min_scale=..., max_scale=...) sets"
@@ -352,8 +362,8 @@ class GradScaler(torch.amp.GradScaler):
         if not (self._enabled and state_dict):
             super().load_state_dict(state_dict)  # which says what is wrong
             return
-        low, high = _bounds(state_dict.get("min_scale", self._min_scale), state_dict.get("max_scale", self._max_scale))
-        saved = _float32(state_dict["scale"])
+        low, high = bounds(state_dict.get("min_scale", self._min_scale), state_dict.get("max_scale", self._max_scale))
+        saved = rounded(state_dict["scale"])
         if math.isnan(saved):
             raise ValueError("scale=nan in the loaded state: must be a number; start from a new GradScaler()")
         scale = min(max(saved, low), high)
@@ -377,22 +387,9 @@ class GradScaler(torch.amp.GradScaler):
         if self._enabled:
             state["_init_patience"], state["_patience"] = self._get_patience(), None
         del state["_found"]  # of optimizers that do not travel along
+        state["_read"] = None
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._found = weakref.WeakKeyDictionary()
-
-
-def _bounds(min_scale: float, max_scale: float) -> tuple[float, float]:
-    low, high = _float32(min_scale), _float32(max_scale)
-    if not _LEAST <= low <= high <= 1 / _LEAST:
-        raise ValueError(
-            f"min_scale={min_scale!r}, max_scale={max_scale!r}: must be 2**-126 <= min_scale <= max_scale <= 2**126"
-        )
-    return low, high
-
-
-def _float32(number: float | Tensor) -> float:
-    """Round as the scale itself is rounded, or a scale at a bound would lie beyond it."""
-    return torch.tensor(float(number), dtype=torch.float32, device="cpu").item()

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from halfstep.contracts import Backend, Format, Kernel, Plan
 
-BACKENDS = ("cpu", "eager")
-"""Every backend by its name, the fastest first. Tests run each format and rule on each."""
+BACKENDS = {"cpu": "cpu", "gpu": "cuda", "eager": None}
+"""Every backend by its name, the fastest first, and the type of device for which it is chosen unasked; None for any."""
 
 
 class Unavailable(RuntimeError):
@@ -42,7 +42,8 @@ def choose(device: torch.device, dtypes: frozenset[torch.dtype], requested: str)
         Unavailable: the one requested cannot run them; the text says why and what would.
     """
     reasons = []
-    for name in BACKENDS if requested == "auto" else (requested,):
+    fitting = [name for name, kind in BACKENDS.items() if kind in (device.type, None)]
+    for name in fitting if requested == "auto" else (requested,):
         backend = load(name)
         reason = backend if isinstance(backend, str) else backend.refuses(device, dtypes)
         if reason is None and not isinstance(backend, str):
@@ -57,6 +58,11 @@ def kernel(plan: Plan, requested: str) -> Kernel:
     return choose(plan.device, plan.dtypes, requested).backend.compile(plan)
 
 
-def squares(grad: Format, grads: Sequence[Tensor], requested: str) -> Tensor:
-    """Return the sums of the squares of the chunks of ``grads``, all of one dtype and device: `Backend.squares`."""
+def squares(grad: Format, grads: Sequence[Tensor], requested: str) -> tuple[Tensor, Tensor]:
+    """Return what `Backend.squares` says of ``grads``, all of one dtype and device."""
     return choose(grads[0].device, frozenset({grads[0].dtype}), requested).backend.squares(grad, grads)
+
+
+def total(sums: Tensor, requested: str) -> Tensor:
+    """Return the sum of the sums of chunks: `Backend.total`."""
+    return choose(sums.device, frozenset({sums.dtype}), requested).backend.total(sums)

@@ -10,7 +10,8 @@ from collections.abc import Callable
 import numba
 import numpy as np
 
-from halfstep.backends.loops import accesses, filled, jit, number_of, wide
+from halfstep.backends.loops import accesses, jit, number_of, wide
+from halfstep.backends.texts import filled
 from halfstep.backends.traced import bind
 from halfstep.contracts import CHUNK, Format
 

@@ -6,7 +6,6 @@ import os
 import platform
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,13 +14,11 @@ from numba import config
 from torch import Tensor
 
 from halfstep.backends.chunks import compile_squares
+from halfstep.backends.layout import STAGED, Row, step_all
 from halfstep.backends.loops import compile_plan
-from halfstep.backends.pieces import Rows, put_back, rows, spans, taken
+from halfstep.backends.pieces import Rows, kinds, pairwise, spans, taken
 from halfstep.contracts import BLOCK, CHUNK, Backend, Format, Job, Kernel, Plan
 
-#: Elements of a tensor with other strides that are copied, stepped and written back at a time: 4 MiB a buffer, a
-#: number of chunks.
-STAGED = 2**20
 #: Below this many elements a second thread costs more than it saves.
 SPAN = 2**14
 
@@ -56,72 +53,38 @@ class _Pool:
 _POOL = _Pool()
 
 
-class _Row(NamedTuple):
-    """A contiguous tensor: its addresses, its work, the numbers behind its random bits and rows, and its scalars."""
-
-    addresses: Sequence[int]
-    work: int
-    numbers: tuple[int, ...]
-    scalars: Sequence[float]
-
-
 class _Kernel:
     """A plan's compiled loops, and how its tensors are laid before them."""
 
     def __init__(self, plan: Plan) -> None:
-        self._run_span = compile_plan(plan)
-        self._state = [*plan.weight.parts[1:], *(part for format in plan.moments for part in format.parts)]
+        self._plan, self._run_span = plan, compile_plan(plan)
         #: how many elements a unit of work stands for
         self._unit = BLOCK if plan.in_blocks else 1
 
-    def __call__(self, jobs: Sequence[Job]) -> list[int]:
+    def __call__(self, jobs: Sequence[Job]) -> Sequence[int]:
         """Step every job; return what saturated in each."""
-        in_place = [job.param.is_contiguous() and job.grad.is_contiguous() for job in jobs]
-        found = [
-            self._row(job, job.param, job.grad, job.state, job.counter.start, rows(job.param.shape))
-            for job, there in zip(jobs, in_place, strict=True)
-            if there
-        ]
-        counts = iter(self._run(found).tolist() if found else ())
-        return [next(counts) if there else self._staged(job) for job, there in zip(jobs, in_place, strict=True)]
+        saturated = np.zeros(len(jobs), dtype=np.int64)
+        step_all(self._plan, jobs, lambda found: self._run(jobs, found, saturated))
+        return saturated.tolist()
 
-    def _row(self, job: Job, param: Tensor, grad: Tensor, state: Sequence[Tensor], start: int, layout: Rows) -> _Row:
-        counter, size = job.counter, param.numel()
-        # the seed as the table's signed 64 bits
-        seed = (counter.seed + 2**63) % 2**64 - 2**63
-        work = size if self._unit == 1 else layout.block(size)
-        numbers = (seed, counter.stream, counter.step, start, layout.length)
-        return _Row([tensor.data_ptr() for tensor in (param, *state, grad)], work, numbers, job.scalars)
-
-    def _staged(self, job: Job) -> int:
-        """Step a tensor whose param or gradient is not contiguous through bounded copies; count what saturated."""
-        saturated, layout = 0, rows(job.param.shape)
-        for start, stop in spans(job.param.shape, STAGED, self._unit > 1):
-            param, grad = taken(job.param, start, stop), taken(job.grad, start, stop)
-            ends = {False: slice(start, stop), True: slice(layout.block(start), layout.block(stop))}
-            state = [tensor.view(-1)[ends[part.shared]] for part, tensor in zip(self._state, job.state, strict=True)]
-            # a span is a number of rows, or a part of one that begins on a block
-            part = Rows(min(layout.length, stop - start))
-            row = self._row(job, param, grad, state, job.counter.start + start, part)
-            saturated += int(self._run([row])[0])
-            put_back(job.param, start, stop, param)
-        return saturated
-
-    def _run(self, found: Sequence[_Row]) -> np.ndarray:
+    def _run(self, jobs: Sequence[Job], found: Sequence[Row], saturated: np.ndarray) -> None:
         """Run the loops over ``found``, the sum of their work cut evenly among threads; count what saturated."""
         addresses = np.array([row.addresses for row in found], dtype=np.int64)
-        numbers = np.array([row.numbers for row in found], dtype=np.int64)
-        scalars = np.array([row.scalars for row in found], dtype=np.float64).astype(np.float32)
-        offsets = _offsets([row.work for row in found])
+        steps = [jobs[row.job].counter.step for row in found]
+        numbers = np.array(
+            [(r.seed, r.stream, step, r.start, r.length) for r, step in zip(found, steps, strict=True)], dtype=np.int64
+        )
+        scalars = np.array([jobs[row.job].scalars for row in found], dtype=np.float64).astype(np.float32)
+        offsets = _offsets([row.size if self._unit == 1 else Rows(row.length).block(row.size) for row in found])
         threads = _threads(int(offsets[-1]) * self._unit)
         # a tensor cut between two threads is counted by both, so each has counts of its own
-        saturated = np.zeros((threads, len(found)), dtype=np.int64)
+        counts = np.zeros((threads, len(found)), dtype=np.int64)
 
         def call(k: int, first: int, begin: int, end: int) -> None:
-            self._run_span(addresses, offsets, numbers, scalars, first, begin, end, saturated[k])
+            self._run_span(addresses, offsets, numbers, scalars, first, begin, end, counts[k])
 
         _across(threads, offsets, 64 // self._unit or 1, call)
-        return saturated.sum(axis=0)
+        np.add.at(saturated, [row.job for row in found], counts.sum(axis=0))
 
 
 def _offsets(work: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -167,6 +130,7 @@ class Cpu(Backend):
     """The backend of machine code for the CPU."""
 
     name = "cpu"
+    capturable = False
 
     def refuses(self, device: torch.device, dtypes: Collection[torch.dtype]) -> str | None:
         if device.type != "cpu":
@@ -182,7 +146,7 @@ class Cpu(Backend):
     def compile(self, plan: Plan) -> Kernel:
         return _Kernel(plan)
 
-    def squares(self, grad: Format, grads: Sequence[Tensor]) -> Tensor:
+    def squares(self, grad: Format, grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         found: list[np.ndarray] = []
         for alike, run in itertools.groupby(grads, Tensor.is_contiguous):
             if alike:
@@ -190,7 +154,11 @@ class Cpu(Backend):
             else:  # copied a span at a time
                 spans_ = ((g, start, stop) for g in run for start, stop in spans(g.shape, STAGED))
                 found += [_squares(grad, [taken(g, start, stop)]) for g, start, stop in spans_]
-        return torch.from_numpy(np.concatenate(found))
+        sums = torch.from_numpy(np.concatenate(found))
+        return sums, kinds(sums, grads)
+
+    def total(self, sums: Tensor) -> Tensor:
+        return pairwise(sums)
 
 
 BACKEND = Cpu()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from halfstep import primitives
-from halfstep.backends.pieces import Rows, part_shape, put_back, rows, spans, taken
+from halfstep.backends.pieces import Rows, kinds, pairwise, part_shape, put_back, rows, spans, taken
 from halfstep.contracts import BLOCK, CHUNK, NOWHERE, Backend, Counter, Format, Job, Kernel, Part, Plan
 from halfstep.formats.counter import first_half, keyed, random_bits, second_half, stream_key
 
@@ -168,6 +168,7 @@ class Eager(Backend):
     """The backend of PyTorch's own operators."""
 
     name = "eager"
+    capturable = False
 
     def refuses(self, device: torch.device, dtypes: Collection[torch.dtype]) -> str | None:
         return None
@@ -203,9 +204,13 @@ class Eager(Backend):
 
         return lambda jobs: [step(job) for job in jobs]
 
-    def squares(self, grad: Format, grads: Sequence[Tensor]) -> Tensor:
+    def squares(self, grad: Format, grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         found = [_squares(grad, g, start, stop) for g in grads for start, stop in spans(g.shape, PIECE)]
-        return torch.cat(found) if found else torch.zeros(0, dtype=torch.float64)
+        sums = torch.cat(found) if found else torch.zeros(0, dtype=torch.float64, device=grads[0].device)
+        return sums, kinds(sums, grads)
+
+    def total(self, sums: Tensor) -> Tensor:
+        return pairwise(sums)
 
 
 def _squares(format: Format, grad: Tensor, start: int, stop: int) -> Tensor:

@@ -1,9 +1,7 @@
 """A plan's loops as machine code: the shared functions, compiled by Numba, in a loop written out for its parts."""
 
 import functools
-import re
-from collections.abc import Callable, Iterable, Iterator
-from textwrap import indent
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numba
@@ -13,6 +11,7 @@ from llvmlite import ir
 from numba import types  # pyright: ignore[reportPrivateImportUsage]
 from numba.extending import intrinsic
 
+from halfstep.backends.texts import filled
 from halfstep.backends.traced import bind
 from halfstep.contracts import BLOCK, Plan
 from halfstep.formats.counter import first_half, keyed, random_bits, second_half, stream_key
@@ -196,14 +195,6 @@ def number_of(dtype: torch.dtype) -> type[np.number]:
     if dtype.is_floating_point and dtype is not torch.float32:
         return _BITS[dtype.itemsize]
     return getattr(np, str(dtype).removeprefix("torch."))
-
-
-def filled(text: str, **lines: Iterable[str]) -> str:
-    """Put lines where a line of ``text`` is their name in braces, as deep as it stands."""
-    for name, found in lines.items():
-        inside = "\n".join(found) or "pass"
-        text = re.sub(rf"^( *){{{name}}}$", lambda at, inside=inside: indent(inside, at[1]), text, flags=re.MULTILINE)
-    return text
 
 
 class _Source:

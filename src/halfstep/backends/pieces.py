@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from halfstep.contracts import BLOCK, Part
+from halfstep.contracts import BLOCK, CHUNK, Part
 
 Box: TypeAlias = tuple[int | slice, ...]
 
@@ -94,3 +94,22 @@ def put_back(tensor: Tensor, start: int, stop: int, span: Tensor) -> None:
         piece = tensor[box]
         piece.copy_(span[done : done + piece.numel()].view(piece.shape))
         done += piece.numel()
+
+
+def pairwise(sums: Tensor) -> Tensor:
+    """Add neighbours in pairs, and zeros to them where some are missing, until one number is left."""
+    sums = torch.nn.functional.pad(sums, (0, 2 ** max(len(sums) - 1, 0).bit_length() - len(sums)))
+    while len(sums) > 1:
+        pairs = sums.view(-1, 2)
+        sums = pairs[:, 0] + pairs[:, 1]
+    return sums.view(())
+
+
+def kinds(sums: Tensor, grads: Sequence[Tensor]) -> Tensor:
+    """Say of each gradient, by the sums of its chunks: 0 where it is finite, 1 where it is infinite, 2 where NaN."""
+    found = torch.zeros(len(grads), dtype=torch.int32, device=sums.device)
+    kind = sums.isinf().int() + 2 * sums.isnan().int()
+    if kind.any():
+        for k, part in enumerate(kind.split([-(-grad.numel() // CHUNK) for grad in grads])):
+            found[k] = part.max() if len(part) else 0
+    return found

@@ -29,12 +29,12 @@ def scalars(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
     $\alpha_t = \eta\sqrt{1-\beta_2^t}/(1-\beta_1^t)$ and $a_t = 1$, so that epsilon stands beside the bare
     $\sqrt{v_t}$ (the paper's own remark at the end of its section 2).
     """
-    lr, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
+    lr, (beta1, beta2) = group["lr"], map(float, group["betas"])
     correction1, correction2 = 1 - beta1**step, math.sqrt(1 - beta2**step)
     if group["optimized_update"]:
-        step_size, denom_scale = lr * correction2 / correction1, 1.0
+        step_size, denom_scale = lr * (correction2 / correction1), 1.0
     else:
-        step_size, denom_scale = lr / correction1, 1 / correction2
+        step_size, denom_scale = lr * (1 / correction1), 1 / correction2
     decay = decay_scalars(group, absolute=group["absolute_weight_decay"])
     return 1 - beta1, 1 - beta2, *decay, step_size, denom_scale, float(group["eps"])
 

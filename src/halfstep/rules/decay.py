@@ -15,7 +15,7 @@ def pulled(grad, weight, l2):
 
 def decoupled(group: Mapping[str, Any]) -> float:
     r"""The factor $d = 1 - \eta\lambda$ on the weight."""
-    return 1 - float(group["lr"]) * float(group["weight_decay"])
+    return 1 - group["lr"] * float(group["weight_decay"])
 
 
 def decay_scalars(group: Mapping[str, Any], absolute: bool = False) -> tuple[float, float]:

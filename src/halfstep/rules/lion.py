@@ -22,7 +22,7 @@ def lion(weight, grad, exp_avg, one_minus_beta1, one_minus_beta2, decay, lr):
 def scalars(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
     r"""The scalars of any step: $1-\beta_1$, $1-\beta_2$, $d = 1 - \eta\lambda$, $\eta$."""
     beta1, beta2 = map(float, group["betas"])
-    return 1 - beta1, 1 - beta2, decoupled(group), float(group["lr"])
+    return 1 - beta1, 1 - beta2, decoupled(group), group["lr"]
 
 
 LION = Rule("lion", (Moment("exp_avg", signed=True),), lion, scalars)

@@ -24,7 +24,7 @@ def sgd_momentum(weight, grad, momentum_buffer, decay, l2, lr, momentum, undampe
 
 def sgd_scalars(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
     r"""The scalars of any step: $d$, $\lambda_2$, $\eta$."""
-    return *decay_scalars(group), float(group["lr"])
+    return *decay_scalars(group), group["lr"]
 
 
 def momentum_scalars(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
