@@ -155,8 +155,8 @@ BROKEN_STATES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         f"'exp_avg' {STATE} is on meta, the param on cpu",
     ),
     "strides": (lambda s: s.update(exp_avg=torch.zeros(3, 4).t()), "'exp_avg' in its state is not contiguous"),
-    "a step": (lambda s: s.update(step=torch.tensor(2.0)), r"its step is tensor\(2.\), not an int"),
-    "no step": (lambda s: s.pop("step"), "its step is None, not an int"),
+    "a step": (lambda s: s.update(step=torch.tensor(2.5)), r"its step is tensor\(2.5000\), not a count of steps"),
+    "no step": (lambda s: s.pop("step"), "its step is None, not a count of steps"),
 }
 
 

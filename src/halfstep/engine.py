@@ -10,11 +10,11 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from halfstep import backends, checkpoint, report
-from halfstep.contracts import Ahead, Counter, Format, Job, Kernel, Plan, Rule
+from halfstep.contracts import NOWHERE, Ahead, Counter, Format, Job, Kernel, Plan, Rule
 from halfstep.formats import GRADS, PLAIN, moment_format, weight_format
 from halfstep.options import LIVE, TORCHS, checked, choices, refuse
 from halfstep.schedule import Coming, Schedule
-from halfstep.slots import Due, Slot
+from halfstep.slots import Due, Options, Slot
 from halfstep.tensors import Turns, check_alike, check_grad, check_param, named
 
 _LARGEST = torch.finfo(torch.float32).max
@@ -88,7 +88,7 @@ class HalfOptimizer(torch.optim.Optimizer):
                 if group["capturable"] and not backend.capturable:
                     raise ValueError(
                         f"capturable=True: {name} is on {param.device}, where the backend is {backend.name}"
-                        f"{f' ({why})' if why else ''}; only a GPU counts its own steps. Leave it out"
+                        f"{f' ({why})' if why else ''}; only a GPU counts its own steps: leave it out"
                     )
         if any(other["capturable"] != group["capturable"] for other in self.param_groups):
             raise ValueError(f"capturable={group['capturable']!r}: must be the same in all of an optimizer's groups")
@@ -140,38 +140,41 @@ class HalfOptimizer(torch.optim.Optimizer):
             torch.autograd.graph.increment_version([due.param for due in batch])
             for due, count in zip(batch, counts, strict=True):
                 if due.coming is None:
-                    self.state[due.param]["step"] = due.step
-                self._note(due, count)
+                    (due.state or self.state[due.param])["step"] = due.step
+                if isinstance(count, Tensor) or count:
+                    self._note(due, count)
         return loss
 
     def _gather(self, factor: float | Tensor, skip: Tensor | None) -> dict[tuple[Kernel, int], list[Due]]:
         """Check every tensor of this step and put together those that one kernel steps in one turn."""
         batches: defaultdict[tuple[Kernel, int], list[Due]] = defaultdict(list)
-        turns, stepped, places = Turns(), set(), itertools.count()
+        turns, stepped, places = Turns(), set[int](), itertools.count()
         for index, group in enumerate(self.param_groups):
             scalars: dict[int, tuple[float, ...]] = {}
             coming: dict[torch.device, Coming] = {}
+            options, capturable, seed = self._options(group), group["capturable"], group["seed"]
             for (name, param), place in zip(named(group, index), places, strict=False):
                 grad = param.grad
-                if grad is None or param in stepped:
+                if grad is None or id(param) in stepped:
                     continue
-                stepped.add(param)
-                slot = self._slot(group, name, param)
+                stepped.add(id(param))
+                slot, state = self._slots.get(param), self.state.get(param)
+                if slot is None or not slot.fits(param, state, options):
+                    slot = self._slot(group, name, param)
                 if grad.shape != slot.shape or grad.device != slot.device:
                     check_alike(name, param, grad)
                 if grad.layout is not torch.strided or grad.dtype not in slot.kernels:
                     check_grad(name, grad)
                     slot.kernels[grad.dtype] = backends.kernel(self._plan(slot, grad.dtype), group["backend"])
-                if group["capturable"]:
+                if capturable:
                     if slot.device not in coming:
                         coming[slot.device] = self._schedule.of(slot.rule, index, group, slot.device, factor, skip)
-                    due = Due(slot, param, grad, 0, (), coming[slot.device], place, group["seed"])
+                    due = Due(slot, param, grad, state, 0, (), coming[slot.device], place, seed)
                 else:
-                    state = self.state.get(param)
                     step = state["step"] + 1 if state else 1
                     if step not in scalars:
                         scalars[step] = self._scalars(index, group, step, factor)
-                    due = Due(slot, param, grad, step, scalars[step], None, place, group["seed"])
+                    due = Due(slot, param, grad, state, step, scalars[step], None, place, seed)
                 batches[slot.kernels[grad.dtype], turns.take(param)].append(due)
         return batches
 
@@ -190,16 +193,7 @@ class HalfOptimizer(torch.optim.Optimizer):
     def _slot(self, group: dict[str, Any], name: str, param: Tensor) -> Slot:
         """Return what is known of ``param``, checked against what it is now."""
         slot, state = self._slots.get(param), self.state.get(param)
-        options = self._options(group)
-        if (
-            slot
-            and slot.dtype is param.dtype
-            and slot.device == param.device
-            and slot.shape == param.shape
-            and slot.options == options
-            and slot.rule is self._rule(group)
-            and (not state or slot.holds(state, Tensor if group["capturable"] else int))
-        ):
+        if slot and slot.fits(param, state, self._options(group)):
             return slot
         if slot and state and slot.dtype is not param.dtype:
             raise TypeError(
@@ -208,7 +202,7 @@ class HalfOptimizer(torch.optim.Optimizer):
             )
         check_param(name, param)
         group.update(choices(group))
-        options = self._options(group)
+        options = self._options(group).options
         rule, weight, moments = self._formats(group, param)
         kept = checkpoint.layout(param.shape, weight, list(zip(rule.moments, moments, strict=True)))
         random = any(format.random for format in (weight, *moments))
@@ -225,26 +219,24 @@ class HalfOptimizer(torch.optim.Optimizer):
         self._slots[param] = slot
         return slot
 
-    @staticmethod
-    def _options(group: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Return what a group's options say of how its params are stepped."""
-        return tuple(group[name] for name in ("weights", "moments", "backend", "seed"))
+    def _options(self, group: Mapping[str, Any]) -> Options:
+        options = group["weights"], group["moments"], group["backend"], group["seed"]
+        return Options(options, self._rule(group), Tensor if group["capturable"] else int)
 
     def _plan(self, slot: Slot, grad: torch.dtype) -> Plan:
         return Plan(slot.rule, slot.weight, slot.moments, GRADS[grad], slot.device)
 
     def _job(self, due: Due) -> Job:
-        slot, param, coming = due.slot, due.param, due.coming
-        if not self.state.get(param):
+        slot, param, coming, state = due.slot, due.param, due.coming, due.state
+        if not state:
             moments = list(zip(slot.rule.moments, slot.moments, strict=True))
             stream = {"stream": due.place} if slot.random else {}
             step = checkpoint.counted(0, slot.device if coming else None)
-            self.state[param] = {"step": step, **stream, **checkpoint.fresh(param, slot.weight, moments)}
-            slot.tensors = tuple(self.state[param][key] for key in slot.kept)
-        state = self.state[param]
+            state = self.state[param] = {"step": step, **stream, **checkpoint.fresh(param, slot.weight, moments)}
+            slot.tensors = tuple(state[key] for key in slot.kept)
         ahead = Ahead(state["step"], *coming) if coming else None
-        stream = state.setdefault("stream", due.place) if slot.random else 0
-        return Job(param, due.grad, slot.tensors, due.scalars, Counter(due.seed, stream, due.step), ahead)
+        counter = Counter(due.seed, state.setdefault("stream", due.place), due.step) if slot.random else NOWHERE
+        return Job(param, due.grad, slot.tensors, due.scalars, counter, ahead)
 
     def _note(self, due: Due, count: int | Tensor) -> None:
         """Keep a param's count of saturated weights; warn of the first, where that costs no wait for a device."""

@@ -23,12 +23,14 @@ class Adam(HalfOptimizer):
     Args:
         params: float16, bfloat16 or float32 params, named pairs, or group dicts; any shape, device and strides.
         lr, betas, eps, weight_decay, maximize, decoupled_weight_decay: as in torch; ``lr`` may be a tensor.
-        amsgrad, foreach, capturable, differentiable, fused: accepted at None or False.
+        capturable: on a GPU, steps are counted there and nothing waits for it, so that a CUDA graph can hold a step;
+            of what a replay is to see change, ``lr`` has to be a tensor on the device.
+        amsgrad, foreach, differentiable, fused: accepted at None or False.
         weights: how a 16-bit param's float32 weight is kept: "split16" (2 bytes more), "split8" (1), "master32" (4),
             "stochastic" (0, exact in the mean) or "rounded" (0, updates under half an ulp are lost).
         moments: how the averages are kept: "float32" (8 bytes), "bfloat16" (4) or "block8" (2.02; float32 in tensors
             of fewer than 2 dimensions, 4,096 elements or 64 in a row), or a `torch.dtype`.
-        backend: "auto", or by name "cpu" or "eager".
+        backend: "auto", or by name "cpu", "gpu" or "eager".
         seed: of the random bits that "split8", "stochastic", "bfloat16" and "block8" round with.
 
     Raises:
@@ -117,7 +119,7 @@ class Lion(HalfOptimizer):
     $m_t = \beta_2 m_{t-1} + (1-\beta_2)\, g_t$; one moment, so 4 bytes a parameter less than `AdamW`.
 
     Args:
-        params, weights, moments, backend, seed: as `Adam` takes them.
+        params, capturable, weights, moments, backend, seed: as `Adam` takes them.
         lr: $\eta$; a third to a tenth of what Adam takes, since every weight moves by all of it.
         betas, weight_decay, maximize: $(\beta_1, \beta_2)$, $\lambda$, and whether to climb.
 
@@ -141,6 +143,7 @@ class Lion(HalfOptimizer):
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
+        capturable: bool = False,
         weights: str = "split16",
         moments: str | torch.dtype = "float32",
         backend: str = "auto",
@@ -148,7 +151,7 @@ class Lion(HalfOptimizer):
     ) -> None:
         rates = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         kept = {"weights": weights, "moments": moments, "backend": backend, "seed": seed}
-        super().__init__(params, {**rates, **kept})
+        super().__init__(params, {**rates, "capturable": capturable, **kept})
 
 
 class SGD(HalfOptimizer):
@@ -158,7 +161,7 @@ class SGD(HalfOptimizer):
     ``nesterov`` $- \eta\,(g_t + \mu\, b_t)$. Without momentum nothing is kept but the weight.
 
     Args:
-        params, weights, moments, backend, seed: as `Adam` takes them.
+        params, capturable, weights, moments, backend, seed: as `Adam` takes them.
         lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch.
         foreach, differentiable, fused: accepted at None or False.
         decoupled_weight_decay: decay the weight by $\eta\lambda$ of itself rather than add $\lambda\theta$ to $g$.
@@ -183,6 +186,7 @@ class SGD(HalfOptimizer):
         *,
         maximize: bool = False,
         foreach: bool | None = None,
+        capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
@@ -193,7 +197,7 @@ class SGD(HalfOptimizer):
     ) -> None:
         rates = {"lr": lr, "momentum": momentum, "dampening": dampening, "nesterov": nesterov, "maximize": maximize}
         decay = {"weight_decay": weight_decay, "decoupled_weight_decay": decoupled_weight_decay}
-        unused = {"foreach": foreach, "differentiable": differentiable, "fused": fused}
+        unused = {"foreach": foreach, "capturable": capturable, "differentiable": differentiable, "fused": fused}
         kept = {"weights": weights, "moments": moments, "backend": backend, "seed": seed}
         super().__init__(params, {**rates, **decay, **unused, **kept})
 

@@ -31,8 +31,9 @@ def checked(group: Mapping[str, Any]) -> dict[str, Any]:
     """
     refuse(group)
     kept = {**group, **choices(group)}
-    if not isinstance(group["capturable"], bool):
+    if not isinstance(group["capturable"], bool | None):
         raise ValueError(f"capturable={group['capturable']!r}: must be True or False")
+    kept["capturable"] = bool(group["capturable"])
     for name in ("lr", "eps", "weight_decay", "momentum"):
         if name in group:
             number = _number(name, group[name])

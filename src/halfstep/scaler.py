@@ -37,6 +37,9 @@ class GradScaler(torch.amp.GradScaler):
     The gradient of ``scale(loss)`` is $s\,g$ in 16 bits; the step uses $g = \mathrm{float32}(s\,g) / s$. A step whose
     gradients are not finite is left out and $s$ falls; after ``growth_interval`` steps without one it rises.
 
+    With an optimizer that is ``capturable`` nothing waits for the device, which leaves a step out by itself: `step`
+    calls the optimizer's always, so that schedulers see no skip, and nothing is said at the floor.
+
     Args:
         device: a type such as "cpu" or "cuda"; None takes the first loss's. "cuda" without CUDA warns and disables.
         init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch.

@@ -41,6 +41,9 @@ class LearningRate:
 
     __rmul__, __radd__ = __mul__, __add__
 
+    def __float__(self) -> float:
+        raise TypeError("a rule's scalars take group['lr'] as it is, not as a float: a device may not know it yet")
+
 
 def _pair(scalar: Any) -> tuple[float, float]:
     return (scalar.at, scalar.slope) if isinstance(scalar, LearningRate) else (float(scalar), 0.0)

@@ -1,5 +1,6 @@
 """What an optimizer knows of a param: what stays from step to step, and what is due in one."""
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -29,10 +30,31 @@ class Slot:
     tensors: tuple[Tensor, ...] = ()
     kernels: dict[torch.dtype, Kernel] = field(default_factory=dict)
 
-    def holds(self, state: Mapping[str, Any], counts: type) -> bool:
-        """Whether ``state`` is the one that was checked, with steps counted in ``counts``."""
-        same = all(state.get(key) is tensor for key, tensor in zip(self.kept, self.tensors, strict=True))
-        return same and type(state.get("step")) is counts and ("stream" in state or not self.random)
+    def fits(self, param: Tensor, state: Mapping[str, Any] | None, of: "Options") -> bool:
+        """Whether this is still so of ``param`` in a group of these options, and ``state`` the one that was checked."""
+        if self.options != of.options or self.rule is not of.rule or self.dtype is not param.dtype:
+            return False
+        if self.shape != param.shape or self.device != param.device:
+            return False
+        if not state:
+            return True
+        # no frame of Python's for each of them: models have thousands
+        same = all(map(operator.is_, map(state.get, self.kept), self.tensors))
+        return same and type(state.get("step")) is of.counts and ("stream" in state or not self.random)
+
+
+class Options(NamedTuple):
+    """What a group's options say of how its params are stepped.
+
+    Args:
+        options: the options themselves: weights, moments, backend, seed.
+        rule: the group's.
+        counts: the type in which steps are counted.
+    """
+
+    options: tuple[Any, ...]
+    rule: Rule
+    counts: type
 
 
 class Due(NamedTuple):
@@ -41,6 +63,7 @@ class Due(NamedTuple):
     slot: Slot
     param: Tensor
     grad: Tensor
+    state: dict[str, Any] | None
     step: int
     scalars: tuple[float, ...]
     coming: Coming | None

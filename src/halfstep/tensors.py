@@ -78,7 +78,9 @@ class Turns:
 
     def take(self, param: Tensor) -> int:
         """Return the first turn in which no param before shares memory with this one."""
-        storage = param.untyped_storage().data_ptr()
+        # of what fills its storage the address is the storage's
+        own = param.storage_offset() == 0
+        storage = param.data_ptr() if own else param.untyped_storage().data_ptr()
         first = self._alone.setdefault(storage, param)
         if first is param:
             return 0

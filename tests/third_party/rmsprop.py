@@ -15,7 +15,7 @@ def rmsprop(weight, grad, square_avg, one_minus_alpha, lr, eps):
 
 
 def scalars(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
-    return 1 - group["alpha"], float(group["lr"]), group["eps"]
+    return 1 - group["alpha"], group["lr"], group["eps"]
 
 
 RMSPROP = Rule("rmsprop", (Moment("square_avg", square=True),), rmsprop, scalars)

@@ -19,7 +19,7 @@ class Row(NamedTuple):
     Args:
         job: the number of the job it is of.
         addresses: of the param, the state's parts and the gradient.
-        size, length: how many elements it has, and how many a row.
+        size, length: how many elements it has, and how many a row; of no account where there are no blocks.
         seed, stream, start: what its random bits come from, as in `Counter`; the seed is signed.
     """
 
@@ -34,9 +34,9 @@ class Row(NamedTuple):
 
 def step_all(plan: Plan, jobs: Sequence[Job], run: Callable[[Sequence[Row]], None]) -> None:
     """Step every job by ``run``, which steps contiguous tensors in place."""
-    in_place = [job.param.is_contiguous() and job.grad.is_contiguous() for job in jobs]
+    in_place, in_blocks = [job.param.is_contiguous() and job.grad.is_contiguous() for job in jobs], plan.in_blocks
     found = [
-        _row(k, job, job.param, job.grad, job.state, 0, rows(job.param.shape).length)
+        _row(k, job, job.param, job.grad, job.state, 0, rows(job.param.shape).length if in_blocks else 1)
         for k, job in enumerate(jobs)
         if in_place[k]
     ]
@@ -51,7 +51,7 @@ def _row(k: int, job: Job, param: Tensor, grad: Tensor, state: Sequence[Tensor],
     counter = job.counter
     # the seed as a table's signed 64 bits
     seed = (counter.seed + 2**63) % 2**64 - 2**63
-    addresses = tuple(tensor.data_ptr() for tensor in (param, *state, grad))
+    addresses = tuple(map(Tensor.data_ptr, (param, *state, grad)))
     return Row(k, addresses, param.numel(), length, seed, counter.stream, counter.start + start)
 
 
