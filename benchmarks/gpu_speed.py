@@ -46,27 +46,24 @@ Maker = Callable[[Shape, torch.device], Iterator[Timed]]
 
 def speed(run: Run) -> dict[str, Any]:
     """Time every subject on every shape; what is not timed is named, with the reason."""
-    shapes = [gpt2(), *map(one, (10**6,) if run.quick else PARAMS)]
+    shapes = [*map(one, PARAMS[: 1 if run.quick else None]), gpt2()]
     rows: list[dict[str, Any]] = []
     absent: dict[str, str] = {}
-    flush = torch.empty(FLUSHED, dtype=torch.uint8, device=run.device)
     copy = _copied(run.device)
     result = {"says": "", "copy_gigabytes_a_second": copy, "rows": rows, "not_timed": absent}
     # what matters most comes first: the time may be up before the last
     for makers in ((*OURS, (FUSED, torch_fused, 0)), ((FLASH, flashoptim, 20),), ((COMPILED, torch_compiled, 60),)):
-        for shape in reversed(shapes):
+        for shape in shapes:
             for label, make, seconds in makers:
                 why = _why_not(shape, run, seconds)
                 try:
                     if not why:
-                        for what, call, moved in make(shape, run.device):
-                            times = timed(call, flush if shape.params <= 1.1 * FITS else None)
-                            rows.append(_row(label, what, shape, moved, *times))
-                            # it holds what the next one's memory is wanted for
-                            del call
+                        rows += _measured(label, make, shape, run.device)
                 except Exception as error:
                     # Other libraries fail in any way they like, and memory may be short: the run goes on.
                     why = f"{type(error).__name__}: {error}"[:500]
+                    if make in MUST and not isinstance(error, torch.OutOfMemoryError):
+                        result["failed"] = f"{label}, {shape.title}: {why}"
                 if why:
                     absent[f"{label}, {shape.title}"] = why
                 _free(run.device)
@@ -83,6 +80,16 @@ def _why_not(shape: Shape, run: Run, seconds: float) -> str:
     if free < ROOM * shape.params:
         return f"{free / 1e9:.1f} GB of memory are free, {ROOM * shape.params / 1e9:.1f} are wanted"
     return ""
+
+
+def _measured(label: str, make: Maker, shape: Shape, device: torch.device) -> list[dict[str, Any]]:
+    rows = []
+    flush = torch.empty(FLUSHED, dtype=torch.uint8, device=device) if shape.params <= 1.1 * FITS else None
+    for what, call, moved in make(shape, device):
+        rows.append(_row(label, what, shape, moved, *timed(call, flush)))
+        # it holds the memory that the next one may need
+        del call
+    return rows
 
 
 def timed(call: Callable[[], object], flush: Tensor | None) -> tuple[float, float]:
@@ -119,7 +126,6 @@ def _copied(device: torch.device) -> float:
 
 def _free(device: torch.device) -> None:
     gc.collect()
-    torch._dynamo.reset()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
@@ -158,6 +164,7 @@ def torch_compiled(shape: Shape, device: torch.device) -> Iterator[Timed]:
     rate = torch.tensor(LR, device=device)
     optimizer = torch.optim.AdamW(params, lr=rate, foreach=True, capturable=True)
     optimizer.step()
+    torch._dynamo.reset()
     compiled: Any = torch.compile(lambda: optimizer.step(), fullgraph=False)
     yield Timed(STEP, compiled, bytes_moved(optimizer) / shape.params)
 
@@ -171,12 +178,11 @@ def flashoptim(shape: Shape, device: torch.device) -> Iterator[Timed]:
     from flashoptim import FlashAdamW  # pyright: ignore[reportMissingImports]
 
     params = _params(shape, torch.bfloat16, device)
-    # all of the first; rates this small move few bfloat16 numbers
     before = params[0].detach().clone()
-    optimizer = FlashAdamW(params, lr=LR, weight_decay=0.01)
     held = torch.cuda.memory_allocated(device)
+    optimizer = FlashAdamW(params, lr=LR, weight_decay=0.01)
     optimizer.step()
-    # its averages are no tensors that could be asked
+    # its averages are no tensors whose bytes could be asked for
     state = torch.cuda.memory_allocated(device) - held
     if torch.equal(params[0], before) or not params[0].isfinite().all():
         raise RuntimeError("its step leaves the params as they are, or not finite")
@@ -186,6 +192,8 @@ def flashoptim(shape: Shape, device: torch.device) -> Iterator[Timed]:
 
 #: a label, what makes it, and the seconds that one shape may take
 OURS = tuple((halfstep_label(*pair), functools.partial(ours, *pair), 0) for pair in SETTINGS)
+#: what is no other library's, or what all else is set beside: that it cannot be timed is a failure
+MUST: tuple[Maker, ...] = (*(make for _, make, _ in OURS), torch_fused)
 
 
 def _whole(optimizer: Any, scaler_type: Callable[..., Any], device: torch.device) -> Callable[[], object]:

@@ -21,7 +21,7 @@ from halfstep.cli.files import write_json
 from halfstep.cli.machine import describe
 from halfstep.cli.settings import Settings
 from halfstep.cli.text import load_text
-from halfstep.cli.training import Training, halfstep_adamw, rising_and_falling
+from halfstep.cli.training import MakeOptimizer, Training, halfstep_adamw, rising_and_falling
 
 CPU = torch.device("cpu")
 INF = float("inf")
@@ -145,8 +145,10 @@ def training(run: Run) -> dict[str, Any]:
     def torch_adamw(params: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW([param for _, param in params], lr=settings.lr)
 
-    ways = {"float32": (torch.float32, torch_adamw, False)}
-    ways["float16"] = (torch.float16, halfstep_adamw(settings, settings.weights), True)
+    ways: dict[str, tuple[torch.dtype, MakeOptimizer, bool]] = {
+        "float32": (torch.float32, torch_adamw, False),
+        "float16": (torch.float16, halfstep_adamw(settings, settings.weights), True),
+    }
     result: dict[str, Any] = {"steps": settings.steps}
     for name, (dtype, make, scaled) in ways.items():
         result[name] = _trained(Training(settings, text, dtype, make, rate, scaled))

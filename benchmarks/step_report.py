@@ -13,9 +13,9 @@ from halfstep.cli.files import write_json, write_text
 INTRO = """# How fast is a step?
 
 A step of an optimizer moves bytes: arithmetic is nearly free beside it, so the memory's own speed is the limit. This
-page is one run of `benchmarks/step.py` on the CPU of one machine; no GPU was used. `benchmarks/gpu.py`, which times one,
-has not run yet: [gpu.md](gpu.md) has what is known without. Before anything is timed, every pair of formats is stepped
-by the compiled backend and by PyTorch's operators, and one bit that differs ends the run.
+page is one run of `benchmarks/step.py` on the CPU of one machine; no GPU was used. `benchmarks/gpu.py`, which times a
+GPU, has not run yet: [gpu.md](gpu.md) has what is known without. Before anything is timed, every pair of formats is
+stepped by the compiled backend and by PyTorch's operators, and one bit that differs ends the run.
 
 All subjects of a table are timed in turn, round by round, in an order that changes with the round, and every ratio is
 the median of the ratios within a round: whatever else the machine does, it does to both. All step the same values.

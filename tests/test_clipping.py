@@ -336,3 +336,15 @@ def test_a_disabled_scaler_is_none(half: torch.dtype) -> None:
         halfstep.clip_grad_norm_(optimizer, 0.1, given)
         scaler.step(optimizer)
     assert_alike(ours, other)
+
+
+def test_a_norm_past_float32_is_finite() -> None:
+    param = torch.nn.Parameter(torch.zeros(4, 4))
+    optimizer, scaler = halfstep.AdamW([param], lr=1e-3), halfstep.GradScaler(init_scale=1.0)
+    scaler.scale(torch.ones(()))
+    param.grad = torch.full_like(param, 3e38)
+    assert halfstep.clip_grad_norm_(optimizer, 1.0, scaler).item() == INF
+    scaler.step(optimizer)
+    assert not scaler.skipped(optimizer)
+    assert param.detach().isfinite().all()
+    assert (param.detach() != 0).all()

@@ -155,3 +155,61 @@ def test_p30_every_backend_that_is_named_runs(half: torch.dtype) -> None:
         assert_alike(optimizer, optimizers[0])
     for param, other in zip(optimizers[0].state, optimizers[-1].state, strict=True):
         assert_same(param.detach(), other.detach())
+
+
+CUDA = torch.device("cuda", 0)
+
+
+def test_p30_without_triton_a_gpu_is_served_by_eager_and_a_cpu_does_not_miss_it() -> None:
+    script = (
+        "import sys\nsys.modules['triton'] = None\n" + TRAIN + "assert 'backend cpu: Numba' in train(torch.float16)\n"
+        "choice = halfstep.backends.choose(torch.device('cuda', 0), frozenset({torch.float16}), 'auto')\n"
+        "assert choice.backend.name == 'eager'\n"
+        "assert 'halfstep.backends.cpu' in sys.modules\n"
+        "print(choice.reason)\n"
+        "try:\n"
+        "    train(torch.float16, backend='gpu')\n"
+        "except halfstep.backends.Unavailable as error:\n"
+        "    print(error)\n"
+    )
+    reason, error, *_ = python(script).splitlines()
+    assert reason.startswith("not gpu: triton cannot be imported")
+    assert error.startswith("backend='gpu' cannot run here: not gpu: triton cannot be imported")
+
+
+def test_stepping_on_a_cpu_leaves_triton_alone() -> None:
+    # torch itself may import it, for its compiler
+    script = TRAIN + "train(torch.float16)\ntrain(torch.bfloat16, weights='split8')\n"
+    assert python(script + "print([m for m in sys.modules if m.startswith('halfstep.backends.')])").count("cpu") == 1
+    assert "jitted" not in python(script + "print(list(sys.modules))")
+
+
+@pytest.mark.usefixtures("_forgetful")
+def test_p30_the_gpus_backend_says_what_it_cannot_step(monkeypatch: pytest.MonkeyPatch, half: torch.dtype) -> None:
+    gpu = pytest.importorskip("halfstep.backends.gpu")
+    monkeypatch.setattr(gpu, "INTERPRETED", False)
+    with pytest.raises(Unavailable, match=r"backend='gpu' cannot run here: not gpu: the tensors are on cpu. Use back"):
+        make("AdamW", params(half), backend="gpu")
+    dtypes = frozenset({half})
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    choice = backends.choose(CUDA, dtypes, "auto")
+    assert choice.backend.name == "eager"
+    assert choice.reason == "not gpu: Triton wants compute capability 8.0 or above, and cuda:0 has 7.5"
+    backends.choose.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert backends.choose(CUDA, dtypes, "auto") == (backends.load("gpu"), "")
+
+
+def test_p30_only_a_gpu_counts_its_own_steps(half: torch.dtype) -> None:
+    with pytest.raises(
+        ValueError, match=r"capturable=True: param 0 of group 0 is on cpu, where the backend is cpu; only"
+    ):
+        make("AdamW", params(half), capturable=True)
+    for value in (1, "yes"):
+        with pytest.raises(ValueError, match=rf"capturable={value!r}: must be True or False"):
+            make("AdamW", params(half), capturable=value)
+    optimizer = make("AdamW", params(half))
+    with pytest.raises(ValueError, match="capturable=True: param 0 of group 1 is on cpu"):
+        optimizer.add_param_group({"params": params(half), "capturable": True})
+    assert len(optimizer.param_groups) == 1

@@ -87,7 +87,7 @@ def test_p10_cut_anywhere_the_bits_stay(plan: Plan, monkeypatch: pytest.MonkeyPa
                     got.grad[a:b],
                     tuple(s[a:b] for s in got.state),
                     got.scalars,
-                    got.counter._replace(start=a * got.param[0].numel()),
+                    replace(got.counter, start=a * got.param[0].numel()),
                 )
                 for a, b in itertools.pairwise([0, 1, n // 3, n // 3, n])
             ]

@@ -7,7 +7,7 @@ both. A *plan* is one choice of the three that many tensors share, so that one c
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -138,7 +138,8 @@ class Plan:
         return tuple(next(numbers) if format.random else None for format in self.formats)
 
 
-class Counter(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Counter:
     """Where a tensor's random bits come from: from these numbers and each element's place, and from nothing else.
 
     Args:

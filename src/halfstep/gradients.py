@@ -262,6 +262,13 @@ def overflowed(total: Tensor) -> Tensor:
     return (~total.isfinite()).float()
 
 
+def there(number: Tensor, device: torch.device) -> Tensor:
+    """Return a number without dimensions on ``device``, without waiting for that."""
+    if number.device.type == "cpu":
+        return torch.full((), number.item(), dtype=number.dtype, device=device)
+    return number.to(device, non_blocking=True)
+
+
 def not_finite(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """Name the params whose gradients are not finite, and say which: "NaN", or "infinite" alone."""
     names = {}

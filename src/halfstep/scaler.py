@@ -15,6 +15,7 @@ from halfstep.engine import HalfOptimizer
 from halfstep.floor import Floor
 from halfstep.gradients import (
     Clip,
+    Squares,
     capturable,
     check,
     drop,
@@ -24,6 +25,7 @@ from halfstep.gradients import (
     overflowed,
     refuse_float16,
     squares,
+    there,
     watched,
     widen,
 )
@@ -37,8 +39,8 @@ class GradScaler(torch.amp.GradScaler):
     The gradient of ``scale(loss)`` is $s\,g$ in 16 bits; the step uses $g = \mathrm{float32}(s\,g) / s$. A step whose
     gradients are not finite is left out and $s$ falls; after ``growth_interval`` steps without one it rises.
 
-    With an optimizer that is ``capturable`` nothing waits for the device, which leaves a step out by itself: `step`
-    calls the optimizer's always, so that schedulers see no skip, and nothing is said at the floor.
+    With a ``capturable`` optimizer nothing waits for the device, which leaves a step out by itself: the optimizer's own
+    is called always, so that schedulers see no skip, and nothing is said at the floor.
 
     Args:
         device: a type such as "cpu" or "cuda"; None takes the first loss's. "cuda" without CUDA warns and disables.
@@ -227,7 +229,7 @@ class GradScaler(torch.amp.GradScaler):
             scale.fill_(self._check("new_scale", new_scale))
             self._watch_floor(float(new_scale))
         else:
-            found = [f.to(scale.device) for state in states for f in state["found_inf_per_device"].values()]
+            found = [there(f, scale.device) for state in states for f in state["found_inf_per_device"].values()]
             if not found:
                 raise AssertionError("No inf checks were recorded prior to update.")
             self._move(scale, tracker, torch.stack(found).amax())
@@ -268,7 +270,8 @@ class GradScaler(torch.amp.GradScaler):
     def _read_through(self, optimizer: HalfOptimizer) -> dict[torch.device, Tensor]:
         """Return for each device that has gradients whether one of them all is not finite, as torch keeps it."""
         clip = self._clip_of(optimizer)
-        total = torch.as_tensor(clip.norm if clip else squares(optimizer).total)
+        read = None if clip else squares(optimizer)
+        total = read.total if read else torch.as_tensor(clip and clip.norm, dtype=torch.float64)
         scale, _ = self._check_scale_growth_tracker("step")
         if total.device.type != "cpu" and not capturable(optimizer):
             # what the host has to know comes with one wait for the device
@@ -276,16 +279,15 @@ class GradScaler(torch.amp.GradScaler):
             total, self._read = torch.tensor(norm, dtype=torch.float64), (scale, scale._version, number)
         devices = {param.grad.device for _, _, param in graded(optimizer)} or {scale.device}
         found = dict.fromkeys(devices, overflowed(total))
-        self._look_at_floor(optimizer, found)
+        self._look_at_floor(optimizer, found, read)
         return found
 
     def _maybe_opt_step(self, optimizer: Any, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         inner = innermost(optimizer)
         if not capturable(inner):
             return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
-        # the device itself leaves out what it has to
-        found = list(optimizer_state["found_inf_per_device"].values())
-        inner._skip = torch.stack([each.to(found[0].device, non_blocking=True) for each in found]).amax()
+        first, *others = optimizer_state["found_inf_per_device"].values()
+        inner._skip = torch.stack([first, *(there(other, first.device) for other in others)]).amax()
         return optimizer.step(*args, **kwargs)
 
     def _number(self, scale: Tensor) -> float:
@@ -302,12 +304,12 @@ class GradScaler(torch.amp.GradScaler):
         clip.check(self.inverse_of(optimizer))
         return clip
 
-    def _look_at_floor(self, optimizer: Any, found: Mapping[torch.device, Tensor]) -> None:
+    def _look_at_floor(self, optimizer: Any, found: Mapping[Any, Tensor], read: Squares | None = None) -> None:
         """Note at the floor what overflowed, now: clipping may make NaN of infinity."""
         if capturable(optimizer):
             return
         if self._floor.near and self.get_scale() <= self._min_scale and any(f.item() for f in found.values()):
-            self._floor.note(not_finite(optimizer))
+            self._floor.note(read.not_finite() if read else not_finite(optimizer))
 
     def _state(self, optimizer: Any) -> dict[str, Any]:
         """Return what is known of an optimizer since the last update; a wrapper shares it with what it wraps."""

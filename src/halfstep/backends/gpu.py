@@ -64,8 +64,8 @@ class _Uploads:
     def __call__(self, table: np.ndarray) -> Tensor:
         """Return a copy of ``table`` on the device."""
         source = torch.from_numpy(table)
-        if self._device.type == "cpu":
-            return source
+        if self._device.type == "cpu" or not table.size:
+            return source.to(self._device)
         spare = self._spare[table.nbytes]
         if _capturing(self._device):
             if not spare:
@@ -245,6 +245,8 @@ class Gpu(Backend):
     def refuses(self, device: torch.device, dtypes: Collection[torch.dtype]) -> str | None:
         if device.type != ("cpu" if INTERPRETED else "cuda"):
             return f"the tensors are on {device}"
+        if not INTERPRETED and torch.version.cuda and (found := torch.cuda.get_device_capability(device)) < (8, 0):
+            return f"Triton wants compute capability 8.0 or above, and {device} has {found[0]}.{found[1]}"
         return None
 
     def describe(self, plan: Plan) -> str:

@@ -125,7 +125,9 @@ def compiled(kernel: Any, types: Sequence[str], target: GPUTarget, warps: int, c
     signature = dict(zip(names, [*types, *["constexpr"] * len(constants)], strict=True))
     pointers = {(k,): [["tt.divisibility", 16]] for k, kind in enumerate(types) if kind.startswith("*")}
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, pointers)
-    options = {"num_warps": warps if target.warp_size == 32 else 4, "enable_fp_fusion": False}
+    # ptxas would rather spill than have fewer programs at a time, which wait for memory all the same
+    per_vendor = {"num_warps": warps, "maxnreg": 255} if target.backend == "cuda" else {"num_warps": 4}
+    options = {**per_vendor, "enable_fp_fusion": False}
     return triton.compile(source, target=target, options=options)
 
 

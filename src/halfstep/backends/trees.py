@@ -16,7 +16,7 @@ from halfstep.contracts import CHUNK, Format
 
 #: How many chunks a program adds up; the lanes of a chunk whose first additions are within a thread; and how many sums
 #: a program of the tree above takes.
-CHUNKS, LANES, SUMS = 16, 64, 1024
+CHUNKS, LANES, SUMS = 16, 64, 256
 #: What the table says of a gradient: its address, how many elements it has, its first tile, how many tiles may be read
 #: 16 bytes at a time, the place of its first sum and that of its kind.
 COLUMNS = ("address", "size", "first_tile", "wide_tiles", "sum", "gradient")
