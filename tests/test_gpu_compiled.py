@@ -33,7 +33,13 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-PLANS = {f"{rule}-{name}": plan for rule, made in RULES.items() for name, plan in plans(made).items()}
+#: every rule with every pair of formats; gradients are of the param's dtype, others are read by the same instructions
+PLANS = {
+    f"{rule}-{name}": plan
+    for rule, made in RULES.items()
+    for name, plan in plans(made).items()
+    if plan.grad.parts[0].dtype is plan.weight.parts[0].dtype
+}
 SQUARES = {f"squares-{str(dtype).removeprefix('torch.')}": grad for dtype, grad in GRADS.items()}
 ADVANCES = {f"advance-{count}": count for count in sorted({len(rule.scalars(GROUP, 1)) for rule in RULES.values()})}
 #: a multiprocessor's registers; and as many as a thread of AMD's may take where four wavefronts share a SIMD unit's
@@ -263,17 +269,10 @@ class Seen(NamedTuple):
     wrong: dict[str, str]
 
 
-def targets(name: str) -> Sequence[str]:
-    """The targets to compile for: all, but where only the gradients' dtype is another one is enough."""
-    if name in PLANS and PLANS[name].grad.parts[0].dtype is not PLANS[name].weight.parts[0].dtype:
-        return ("sm_90",)
-    return tuple(TARGETS)
-
-
 def look(name: str) -> list[Seen]:
-    """Compile a kernel for all its targets and make every check."""
+    """Compile a kernel for every target and make every check."""
     seen = []
-    for target in targets(name):
+    for target in TARGETS:
         code, wrong = compiled(name, target), {}
         for kind, check in CHECKS.items():
             try:

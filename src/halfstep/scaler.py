@@ -172,8 +172,8 @@ class GradScaler(torch.amp.GradScaler):
                 state["stage"] = OptState.UNSCALED
             returned = super().step(optimizer, *args, **kwargs)
         finally:
-            inner.__dict__.pop("_inverse_scale", None)
-            inner.__dict__.pop("_skip", None)
+            for name in ("_inverse_scale", "_skip", "_gathered"):
+                inner.__dict__.pop(name, None)
             if straight and state["stage"] is not OptState.STEPPED:
                 state["stage"] = OptState.READY  # it raised; the gradients are still scaled
         self._found[inner] = list(state["found_inf_per_device"].values())
@@ -186,7 +186,7 @@ class GradScaler(torch.amp.GradScaler):
     def inverse_of(self, optimizer: torch.optim.Optimizer) -> float | Tensor:
         """Return what unscales the gradients of ``optimizer`` as they are now: 1 where `unscale_` did it already.
 
-        A number, or a float64 tensor without dimensions where the optimizer is ``capturable``.
+        Where the optimizer is ``capturable`` it is a float64 tensor without dimensions.
 
         Raises:
             RuntimeError: called between `step` and `update`, when they may be either.
@@ -272,6 +272,7 @@ class GradScaler(torch.amp.GradScaler):
         clip = self._clip_of(optimizer)
         read = None if clip else squares(optimizer)
         total = read.total if read else torch.as_tensor(clip and clip.norm, dtype=torch.float64)
+        optimizer._gathered = optimizer._gather()  # while the device reads gradients
         scale, _ = self._check_scale_growth_tracker("step")
         if total.device.type != "cpu" and not capturable(optimizer):
             # what the host has to know comes with one wait for the device
@@ -306,9 +307,8 @@ class GradScaler(torch.amp.GradScaler):
 
     def _look_at_floor(self, optimizer: Any, found: Mapping[Any, Tensor], read: Squares | None = None) -> None:
         """Note at the floor what overflowed, now: clipping may make NaN of infinity."""
-        if capturable(optimizer):
-            return
-        if self._floor.near and self.get_scale() <= self._min_scale and any(f.item() for f in found.values()):
+        near = self._floor.near and not capturable(optimizer)
+        if near and self.get_scale() <= self._min_scale and any(f.item() for f in found.values()):
             self._floor.note(read.not_finite() if read else not_finite(optimizer))
 
     def _state(self, optimizer: Any) -> dict[str, Any]:
