@@ -318,6 +318,15 @@ def test_every_kernel_is_as_it_should_be(check: str, matrix: list[Seen]) -> None
     assert not wrong, "\n".join((f"{len(wrong)} of {len(matrix)}:", *wrong, f"most registers: {largest(matrix)}"))
 
 
+def test_p29_a_function_without_a_source_is_named() -> None:
+    names: dict[str, Any] = {"__name__": "typed_in"}
+    exec("def double(value):\n    return value + value", names)
+    with pytest.raises(
+        TypeError, match=r"typed_in.double has no source: Triton compiles it from there, so def"
+    ):
+        jitted.bind(names["double"])
+
+
 PLAN = "adam-split8-float16-float16-block8"
 
 

@@ -1,6 +1,7 @@
 """Rules and formats for Triton: the shared functions, each compiled from its own source, with Triton's words."""
 
 import functools
+import inspect
 import itertools
 import linecache
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +30,16 @@ KINDS |= {getattr(torch, name): getattr(tl, name) for name in ("int8", "uint8", 
 
 def _jit(function: Any) -> Any:
     """What a kernel may call; the interpreter runs plain functions as they are, and far faster."""
-    return function if INTERPRETED else triton.jit(function)
+    if INTERPRETED:
+        return function
+    try:
+        inspect.getsource(function)
+    except OSError:
+        raise TypeError(
+            f"{function.__module__}.{function.__qualname__} has no source: Triton compiles it from there, so define it "
+            "in a file, or choose backend='eager'"
+        ) from None
+    return triton.jit(function)
 
 
 @_jit
