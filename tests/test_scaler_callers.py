@@ -260,3 +260,26 @@ def test_p31_inside_a_compiled_training_function_the_same_bits(half: torch.dtype
     assert_same(*results)
     assert traced  # the forward, and nothing of the scaler's
     assert not any("_amp_" in name for name in traced)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_wraps_a_step_may_change_the_rate_first(half: torch.dtype, way: str) -> None:
+    # warm-ups are written so: the step takes what the group holds when it begins
+    taken = []
+    for early in (False, True):
+        ours = param([1.0, -2.0], half)
+        optimizer, scaler = adamw([ours]), halfstep.GradScaler(init_scale=4.0)
+        (group,), original = optimizer.param_groups, optimizer.step
+
+        def warmed(group: Any = group, original: Any = original) -> Any:
+            group["lr"] = 0.125
+            return original()
+
+        if early:
+            group["lr"] = 0.125
+        else:
+            optimizer.step = warmed  # pyright: ignore[reportAttributeAccessIssue]
+        backward(scaler, [ours], [[0.5, 3.0]])
+        step(scaler, optimizer, way)
+        taken.append(ours.detach())
+    assert_same(taken[:1], taken[1:])

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from halfstep import backends, checkpoint, report
-from halfstep.contracts import NOWHERE, Ahead, Counter, Format, Job, Plan, Rule
+from halfstep.contracts import NOWHERE, Ahead, Counter, Format, Job, Kernel, Plan, Rule
 from halfstep.formats import GRADS, PLAIN, moment_format, weight_format
 from halfstep.options import LIVE, TORCHS, checked, choices, refuse
-from halfstep.schedule import Schedule
-from halfstep.slots import Batches, Due, Options, Slot
+from halfstep.schedule import Coming, Schedule
+from halfstep.slots import Due, Options, Slot
 from halfstep.tensors import Turns, check_alike, check_grad, check_param, named
 
 _LARGEST = torch.finfo(torch.float32).max
@@ -36,8 +36,6 @@ class HalfOptimizer(torch.optim.Optimizer):
     #: sets them for the length of one step.
     _inverse_scale: float | Tensor = 1.0
     _skip: Tensor | None = None
-    #: What is to be stepped, where `GradScaler` has gathered it before the device said whether it will be.
-    _gathered: Batches | None = None
     #: The `halfstep.gradients.Clip` that `clip_grad_norm_` asks of the next step.
     _clip: Any = None
 
@@ -134,27 +132,27 @@ class HalfOptimizer(torch.optim.Optimizer):
         if self._clip is not None:
             factor = factor * self._clip.factor(factor)
             skip = self._clip.skip() if skip is None else skip
-        batches = self._gather() if self._gathered is None else self._gathered
-        with_factor = self._factored(batches, factor, skip)
+        batches = self._gather(factor, skip)
         self._saturated, self._clip = {}, None
         for (kernel, _), batch in batches.items():
-            counts = kernel([self._job(due, with_factor) for due in batch])
+            counts = kernel([self._job(due) for due in batch])
             # backends write past autograd, which has to know: a graph that still needs the old values must not run
             torch.autograd.graph.increment_version([due.param for due in batch])
             for due, count in zip(batch, counts, strict=True):
-                if due.scalars:
+                if due.coming is None:
                     (due.state or self.state[due.param])["step"] = due.step
                 if isinstance(count, Tensor) or count:
                     self._note(due, count)
         return loss
 
-    def _gather(self) -> Batches:
+    def _gather(self, factor: float | Tensor, skip: Tensor | None) -> dict[tuple[Kernel, int], list[Due]]:
         """Check every tensor of this step and put together those that one kernel steps in one turn."""
-        batches: Batches = defaultdict(list)
+        batches: defaultdict[tuple[Kernel, int], list[Due]] = defaultdict(list)
         turns, stepped, places = Turns(), set[int](), itertools.count()
         for index, group in enumerate(self.param_groups):
             scalars: dict[int, tuple[float, ...]] = {}
-            options, capturable = self._options(group), group["capturable"]
+            coming: dict[torch.device, Coming] = {}
+            options, capturable, seed = self._options(group), group["capturable"], group["seed"]
             for (name, param), place in zip(named(group, index), places, strict=False):
                 grad = param.grad
                 if grad is None or id(param) in stepped:
@@ -168,29 +166,22 @@ class HalfOptimizer(torch.optim.Optimizer):
                 if grad.layout is not torch.strided or grad.dtype not in slot.kernels:
                     check_grad(name, grad)
                     slot.kernels[grad.dtype] = backends.kernel(self._plan(slot, grad.dtype), group["backend"])
-                step = 0 if capturable else state["step"] + 1 if state else 1
-                if step not in scalars:
-                    scalars[step] = self._scalars(index, group, step) if step else ()
-                due = Due(slot, param, grad, state, step, scalars[step], index, place)
+                if capturable:
+                    if slot.device not in coming:
+                        coming[slot.device] = self._schedule.of(slot.rule, index, group, slot.device, factor, skip)
+                    due = Due(slot, param, grad, state, 0, (), coming[slot.device], place, seed)
+                else:
+                    step = state["step"] + 1 if state else 1
+                    if step not in scalars:
+                        scalars[step] = self._scalars(index, group, step, factor)
+                    due = Due(slot, param, grad, state, step, scalars[step], None, place, seed)
                 batches[slot.kernels[grad.dtype], turns.take(param)].append(due)
         return batches
 
-    def _factored(self, batches: Batches, factor: Any, skip: Tensor | None) -> dict[Any, Any]:
-        """Return each group's scalars by the step, or what the device finds them by, now that the factor is known."""
-        found: dict[Any, Any] = {}
-        for due in itertools.chain(*batches.values()):
-            key = due.group, due.step or due.slot.device
-            if key not in found and due.scalars:
-                found[key] = (due.scalars[0] * factor, *due.scalars[1:])
-            elif key not in found:
-                group = self.param_groups[due.group]
-                found[key] = self._schedule.of(due.slot.rule, due.group, group, due.slot.device, factor, skip)
-        return found
-
-    def _scalars(self, index: int, group: dict[str, Any], step: int) -> tuple[float, ...]:
-        """Return the sign of the gradient's factor and the rule's scalars."""
+    def _scalars(self, index: int, group: dict[str, Any], step: int, factor: Any) -> tuple[float, ...]:
+        """Return the gradient's factor and the rule's scalars."""
         rate = {**group, "lr": float(group["lr"])}
-        scalars = (-1.0 if group["maximize"] else 1.0, *self._rule(group).scalars(rate, step))
+        scalars = (-factor if group["maximize"] else factor, *self._rule(group).scalars(rate, step))
         if not all(abs(scalar) <= _LARGEST for scalar in scalars):
             numbers = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay") if name in group}
             raise ValueError(
@@ -235,22 +226,17 @@ class HalfOptimizer(torch.optim.Optimizer):
     def _plan(self, slot: Slot, grad: torch.dtype) -> Plan:
         return Plan(slot.rule, slot.weight, slot.moments, GRADS[grad], slot.device)
 
-    def _job(self, due: Due, factored: Mapping[Any, Any]) -> Job:
-        slot, param, state = due.slot, due.param, due.state
-        scalars, ahead = factored[due.group, due.step or slot.device], None
+    def _job(self, due: Due) -> Job:
+        slot, param, coming, state = due.slot, due.param, due.coming, due.state
         if not state:
             moments = list(zip(slot.rule.moments, slot.moments, strict=True))
             stream = {"stream": due.place} if slot.random else {}
-            step = checkpoint.counted(0, None if due.scalars else slot.device)
+            step = checkpoint.counted(0, slot.device if coming else None)
             state = self.state[param] = {"step": step, **stream, **checkpoint.fresh(param, slot.weight, moments)}
             slot.tensors = tuple(state[key] for key in slot.kept)
-        if not due.scalars:
-            scalars, ahead = (), Ahead(state["step"], *scalars)
-        counter = NOWHERE
-        if slot.random:
-            seed = self.param_groups[due.group]["seed"]
-            counter = Counter(seed, state.setdefault("stream", due.place), due.step)
-        return Job(param, due.grad, slot.tensors, scalars, counter, ahead)
+        ahead = Ahead(state["step"], *coming) if coming else None
+        counter = Counter(due.seed, state.setdefault("stream", due.place), due.step) if slot.random else NOWHERE
+        return Job(param, due.grad, slot.tensors, due.scalars, counter, ahead)
 
     def _note(self, due: Due, count: int | Tensor) -> None:
         """Keep a param's count of saturated weights; warn of the first, where that costs no wait for a device."""

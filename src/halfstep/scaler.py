@@ -172,8 +172,8 @@ class GradScaler(torch.amp.GradScaler):
                 state["stage"] = OptState.UNSCALED
             returned = super().step(optimizer, *args, **kwargs)
         finally:
-            for name in ("_inverse_scale", "_skip", "_gathered"):
-                inner.__dict__.pop(name, None)
+            inner.__dict__.pop("_inverse_scale", None)
+            inner.__dict__.pop("_skip", None)
             if straight and state["stage"] is not OptState.STEPPED:
                 state["stage"] = OptState.READY  # it raised; the gradients are still scaled
         self._found[inner] = list(state["found_inf_per_device"].values())
@@ -272,7 +272,6 @@ class GradScaler(torch.amp.GradScaler):
         clip = self._clip_of(optimizer)
         read = None if clip else squares(optimizer)
         total = read.total if read else torch.as_tensor(clip and clip.norm, dtype=torch.float64)
-        optimizer._gathered = optimizer._gather()  # while the device reads gradients
         scale, _ = self._check_scale_growth_tracker("step")
         if total.device.type != "cpu" and not capturable(optimizer):
             # what the host has to know comes with one wait for the device

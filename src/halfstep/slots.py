@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from halfstep.contracts import Format, Kernel, Rule
+from halfstep.schedule import Coming
 
 
 @dataclass(slots=True)
@@ -57,15 +58,7 @@ class Options(NamedTuple):
 
 
 class Due(NamedTuple):
-    """A param that this step will step, checked.
-
-    Args:
-        slot, param, grad, state: what is known of it, and what it has; before its first step there is no state.
-        step: the number of this step; where the device counts, 0.
-        scalars: the sign of the factor on the gradient, then the rule's scalars; where the device counts, none.
-        group: the number of its group.
-        place: its own number among all params.
-    """
+    """A param that this step will step, checked."""
 
     slot: Slot
     param: Tensor
@@ -73,9 +66,6 @@ class Due(NamedTuple):
     state: dict[str, Any] | None
     step: int
     scalars: tuple[float, ...]
-    group: int
+    coming: Coming | None
     place: int
-
-
-Batches = dict[tuple[Kernel, int], list[Due]]
-"""What one kernel steps in one turn."""
+    seed: int
