@@ -21,12 +21,13 @@ from harness import (
     CPU,
     GROUP,
     MOMENT_FORMATS,
+    PLANS,
     WEIGHT_FORMATS,
+    assert_jobs_same,
     assert_same,
     copy,
     job,
     load,
-    plans,
     run,
     specials,
     spread,
@@ -37,7 +38,6 @@ from training import assert_states, drive, gradients, make, members, params, thr
 # numpy, which computes here, speaks of NaN and of what goes out of range
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-PLANS = {f"{name}-{key}": plan for name, rule in RULES.items() for key, plan in plans(rule).items()}
 #: a plan without blocks and one with, in either dtype, of many parts
 FEW = {
     name: PLANS[name]
@@ -79,12 +79,6 @@ def assert_whole(fences: Sequence[tuple[Tensor, int, int]]) -> None:
     for memory, begin, end in fences:
         assert (memory[:begin] == 0xFF).all()
         assert (memory[end:] == 0xFF).all()
-
-
-def assert_jobs_same(a: Sequence[Job], b: Sequence[Job]) -> None:
-    for one, other in zip(a, b, strict=True):
-        for mine, theirs in zip((one.param, *one.state), (other.param, *other.state), strict=True):
-            assert_same(mine, theirs)
 
 
 def assert_as_eager(plan: Plan, jobs: Sequence[Job], before: int = 16) -> None:
@@ -137,7 +131,7 @@ def test_tiles_are_wide_where_their_memory_allows() -> None:
         kernel: Any = gpu._Kernel(plan)
         rows: list[Any] = []
         layout.step_all(plan, [one], rows.extend)
-        *_, wide, tiles = kernel._row(rows[0], 0)
+        (*_, wide), tiles = kernel._row(rows[0])
         return wide, tiles
 
     assert wide(run_, (4096,)) == (2, 2)
@@ -387,6 +381,17 @@ def test_a_clip_by_another_scaler_raises(half: torch.dtype) -> None:
     halfstep.clip_grad_norm_(optimizer, 1.0)
     with pytest.raises(RuntimeError, match="clip_grad_norm_ was not given the scaler that steps"):
         scaler.step(optimizer)
+
+
+def test_hyperparameters_may_change_and_leave_one_table(half: torch.dtype) -> None:
+    both = pair("split16", "float32", half, capturable=True)
+    for number in range(4):
+        for optimizer in both:
+            # a list, as one that was read from JSON
+            optimizer.param_groups[0]["betas"] = [0.9 - number / 10, 0.99]
+            drive(optimizer, [number])
+        assert_alike_but_step(*both)
+    assert len(both[0]._schedule._tables) == 1
 
 
 def test_betas_whose_scalars_never_settle_raise(half: torch.dtype) -> None:

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from halfstep.contracts import Rule
 
+#: What of a group has no part in a table of its scalars.
+_OTHERS = ("lr", "params", "param_names")
 #: No scalar changes from here on.
 _FAR = 2**62
 #: The longest table: 2 MiB for each scalar's two columns, and seconds to compute.
@@ -86,7 +88,8 @@ class Schedule:
     """What an optimizer's steps need on its devices: at one place from step to step, as a CUDA graph wants it."""
 
     def __init__(self) -> None:
-        self._rows: dict[Any, Tensor] = {}
+        #: of each group and device what its table was made for, and that
+        self._tables: dict[Any, tuple[Any, Tensor]] = {}
         self._numbers: dict[Any, Tensor] = {}
 
     def of(
@@ -105,15 +108,17 @@ class Schedule:
         factor = self._number(("factor", sign), factor * sign, device)
         if skip is None:
             skip = self._numbers.setdefault(("never", device), torch.zeros((), device=device))
-        return Coming(self._table(rule, group, device), rate, factor, skip.to(device, non_blocking=True))
+        return Coming(self._table(rule, index, group, device), rate, factor, skip.to(device, non_blocking=True))
 
-    def _table(self, rule: Rule, group: Mapping[str, Any], device: torch.device) -> Tensor:
+    def _table(self, rule: Rule, index: int, group: Mapping[str, Any], device: torch.device) -> Tensor:
         """Float64 (steps, 2, scalars) for a group's options as they are, but for the learning rate."""
-        options = tuple((name, value) for name, value in group.items() if name != "lr" and isinstance(value, Hashable))
-        key = rule, options, device
-        if key not in self._rows:
-            self._rows[key] = torch.tensor(_rows(rule, options), device=device)
-        return self._rows[key]
+        named = ((name, tuple(v) if isinstance(v, list) else v) for name, v in group.items() if name not in _OTHERS)
+        options = tuple((name, value) for name, value in named if isinstance(value, Hashable))
+        made_for, table = self._tables.get((index, device), (None, None))
+        if table is None or made_for != (rule, options):
+            table = torch.tensor(_rows(rule, options), device=device)
+            self._tables[index, device] = (rule, options), table
+        return table
 
     def _number(self, name: Hashable, value: float | Tensor, device: torch.device) -> Tensor:
         """A number as float64 on a device: of a tensor there what it holds when the device comes to it."""
