@@ -16,6 +16,7 @@ from halfstep.backends.pieces import part_shape
 from halfstep.contracts import Counter, Format, Job, Moment, Plan, Rule
 from halfstep.engine import HalfOptimizer
 from halfstep.formats import FLOAT32, GRADS, MOMENTS, WEIGHTS
+from halfstep.rules import RULES
 
 CPU = torch.device("cpu")
 #: every backend that runs on the CPU: the GPU's does in Triton's interpreter
@@ -158,6 +159,17 @@ def plans(rule: Rule) -> dict[str, Plan]:
             name = f"{weight}-{str(grad).removeprefix('torch.')}-{moments}"
             found[name] = Plan(rule, format, kept, GRADS[grad], CPU)
     return found
+
+
+PLANS = {f"{name}-{key}": plan for name, rule in RULES.items() for key, plan in plans(rule).items()}
+"""Every plan of every rule."""
+
+
+def assert_jobs_same(a: Sequence[Job], b: Sequence[Job]) -> None:
+    """Raise unless params and states of both are the same."""
+    for one, other in zip(a, b, strict=True):
+        for mine, theirs in zip((one.param, *one.state), (other.param, *other.state), strict=True):
+            assert_same(mine, theirs)
 
 
 def allocations(function: Callable[[], object]) -> list[int]:

@@ -18,11 +18,12 @@ import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 
+import harness
 from halfstep.backends import gpu, jitted, tiles, trees
 from halfstep.contracts import BLOCK, CHUNK, Part
 from halfstep.formats import GRADS
 from halfstep.rules import RULES
-from harness import GROUP, plans
+from harness import GROUP
 
 if jitted.INTERPRETED:
     pytest.skip("Triton's interpreter compiles nothing", allow_module_level=True)
@@ -34,12 +35,7 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 #: every rule with every pair of formats; gradients are of the param's dtype, others are read by the same instructions
-PLANS = {
-    f"{rule}-{name}": plan
-    for rule, made in RULES.items()
-    for name, plan in plans(made).items()
-    if plan.grad.parts[0].dtype is plan.weight.parts[0].dtype
-}
+PLANS = {name: plan for name, plan in harness.PLANS.items() if plan.grad.parts[0].dtype is plan.weight.parts[0].dtype}
 SQUARES = {f"squares-{str(dtype).removeprefix('torch.')}": grad for dtype, grad in GRADS.items()}
 #: rules differ in the number of their scalars: the fewest, and the most
 _COUNTS = [len(rule.scalars(GROUP, 1)) for rule in RULES.values()]
@@ -97,9 +93,8 @@ def source(name: str) -> tuple[Any, tuple[str, ...], int, dict[str, int]]:
     if name in SQUARES:
         return trees.squares_of(SQUARES[name]), trees.TYPES, 4, {}
     if name in ADVANCES:
-        constants = {"COUNT": ADVANCES[name], "WIDTH": triton.next_power_of_2(ADVANCES[name])}
-        return gpu.halfstep_advance, ("*i64", "*fp32", "*i64", "*fp32"), 1, constants
-    return trees.halfstep_total, trees.TOTAL_TYPES, 4, {"WIDTH": trees.SUMS, "LEVELS": trees.SUMS.bit_length() - 1}
+        return gpu.halfstep_advance, gpu.ADVANCE_TYPES, 1, gpu.advance_constants(ADVANCES[name])
+    return trees.halfstep_total, trees.TOTAL_TYPES, 4, trees.TOTAL_CONSTANTS
 
 
 def compiled(name: str, target: str, kernel: Any = None) -> Code:

@@ -15,8 +15,7 @@ from halfstep.backends.chunks import compile_squares
 from halfstep.backends.loops import compile_plan
 from halfstep.contracts import Plan
 from halfstep.formats import GRADS
-from halfstep.rules import RULES
-from harness import plans
+from harness import PLANS
 from test_machines import python
 
 
@@ -42,7 +41,6 @@ MACHINES = {
     ),
 }
 HERE = "aarch64" if platform.machine().lower() in ("arm64", "aarch64") else "x86_64"
-PLANS = {f"{rule}-{name}": plan for rule, made in RULES.items() for name, plan in plans(made).items()}
 
 
 def loops_of(plan: Plan) -> int:

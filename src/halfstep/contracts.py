@@ -122,9 +122,19 @@ class Plan:
         return (self.weight, *self.moments)
 
     @property
+    def parts(self) -> tuple[Part, ...]:
+        """All that is kept of a tensor, the param first, and last its gradient."""
+        return tuple(part for format in (*self.formats, self.grad) for part in format.parts)
+
+    @property
+    def scalars(self) -> int:
+        """How many scalars a step takes: the gradient's factor, and what the update has beside all else."""
+        return self.rule.update.__code__.co_argcount - 1 - len(self.moments)
+
+    @property
     def dtypes(self) -> frozenset[torch.dtype]:
         """The dtypes of all tensors of a step."""
-        return frozenset(part.dtype for format in (*self.formats, self.grad) for part in format.parts)
+        return frozenset(part.dtype for part in self.parts)
 
     @property
     def in_blocks(self) -> bool:
@@ -136,6 +146,11 @@ class Plan:
         """For each of `formats` the number of its stream of random bits, or None where it takes none."""
         numbers = itertools.count()
         return tuple(next(numbers) if format.random else None for format in self.formats)
+
+    @property
+    def pairs(self) -> int:
+        """How many pairs of uses there are; one hash serves a pair."""
+        return (sum(format.random for format in self.formats) + 1) // 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from halfstep import backends
+from halfstep.backends.pieces import chunks as chunks_of
 from halfstep.contracts import CHUNK
 from halfstep.engine import HalfOptimizer
 from halfstep.formats import GRADS
@@ -139,7 +140,7 @@ def _windows(optimizer: HalfOptimizer) -> Iterator[list[tuple[str, str, Tensor]]
         grad = param.grad.detach()
         for piece in grad.view(-1).split(WINDOW * CHUNK) if grad.is_contiguous() else [grad]:
             window.append((group["backend"], name, piece))
-            chunks += _chunks(piece)
+            chunks += chunks_of(piece)
             if chunks >= WINDOW:
                 yield window
                 window, chunks = [], 0
@@ -149,7 +150,7 @@ def _windows(optimizer: HalfOptimizer) -> Iterator[list[tuple[str, str, Tensor]]
 
 def _sums(window: Sequence[tuple[str, str, Tensor]], kinds: list[tuple[list[str], Tensor]]) -> Tensor:
     """The sums of the squares of each gradient's chunks, in order, whoever takes them; ``kinds`` takes their kinds."""
-    places = [0, *itertools.accumulate(_chunks(grad) for _, _, grad in window)]
+    places = [0, *itertools.accumulate(chunks_of(grad) for _, _, grad in window)]
     batches: dict[Any, list[int]] = {}
     for k, (requested, _, grad) in enumerate(window):
         batches.setdefault((requested, grad.dtype, grad.device), []).append(k)
@@ -172,10 +173,6 @@ def _split(sums: Tensor) -> list[Tensor]:
     """Cut what is a whole window's from the front; the last is what is left, maybe nothing."""
     whole = len(sums) // WINDOW * WINDOW
     return [*(sums[:whole].split(WINDOW) if whole else ()), sums[whole:]]
-
-
-def _chunks(grad: Tensor) -> int:
-    return -(-grad.numel() // CHUNK)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ changed; nothing here waits for the device.
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,9 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from halfstep.backends import tiles, trees
-from halfstep.backends.jitted import INTERPRETED, Launch
+from halfstep.backends.jitted import INTERPRETED, WIDE, Launch
 from halfstep.backends.layout import STAGED, Row, step_all
-from halfstep.backends.pieces import Rows, spans, taken
+from halfstep.backends.pieces import Rows, chunks, spans, taken
 from halfstep.contracts import CHUNK, Backend, Format, Job, Kernel, Plan
 
 #: How many sets of tables a kernel keeps.
@@ -43,6 +43,15 @@ def halfstep_advance(table, skip, steps, scalars, COUNT: tl.constexpr, WIDTH: tl
         tl.store(scalars + job * (COUNT + 1) + 1 + k, value.to(tl.float32), mask=k < COUNT)
         factor = tl.load(tl.load(row + 4).to(tl.pointer_type(tl.float64)))
         tl.store(scalars + job * (COUNT + 1), factor.to(tl.float32))
+
+
+#: The types of its arguments.
+ADVANCE_TYPES = ("*i64", "*fp32", "*i64", "*fp32")
+
+
+def advance_constants(count: int) -> dict[str, int]:
+    """Return what `halfstep_advance` is compiled for, for a rule of ``count`` scalars."""
+    return {"COUNT": count, "WIDTH": triton.next_power_of_2(count)}
 
 
 def _capturing(device: torch.device) -> bool:
@@ -87,17 +96,39 @@ class _Uploads:
             self._captured += tensors
 
 
-class _Tables(NamedTuple):
-    """Which tensor each tile is of, and a row for each tensor."""
+def _make_room(kept: dict) -> None:
+    """Forget all when there are too many: addresses go around among a few, or are new each time."""
+    if len(kept) >= _KEPT:
+        kept.clear()
 
-    tensors: Tensor
-    table: Tensor
 
-    @classmethod
-    def of(cls, tiled: Sequence[int], rows: Sequence[Sequence[int]], uploads: _Uploads) -> "_Tables":
-        """Return the tables of tensors of so many tiles each."""
-        tensors = np.repeat(np.arange(len(tiled), dtype=np.int32), tiled)
-        return cls(uploads(tensors), uploads(np.array(rows, dtype=np.int64)))
+class _Tables:
+    """Which tensor each tile is of, and a row for each tensor: kept, and made anew where something has changed.
+
+    Args:
+        device: where they go.
+        columns: what a row of the table has.
+        row: what gives of a tensor all of its row but ``first_tile``, and how many tiles it has.
+    """
+
+    def __init__(
+        self, device: torch.device, columns: Sequence[str], row: Callable[[Any], tuple[Sequence[int], int]]
+    ) -> None:
+        self._uploads, self._row, self._first = _Uploads(device), row, columns.index("first_tile")
+        self._kept: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, found: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+        """Return the tables of tensors, of which ``found`` says all that is in them."""
+        tables = self._kept.get(found)
+        if tables is None:
+            _make_room(self._kept)
+            rows, tiles_ = zip(*map(self._row, found), strict=True) if found else ((), ())
+            ends = np.cumsum(tiles_, dtype=np.int64)
+            table = np.insert(np.array(rows, dtype=np.int64).reshape(len(rows), -1), self._first, ends - tiles_, axis=1)
+            tensors = np.repeat(np.arange(len(rows), dtype=np.int32), tiles_)
+            tables = self._kept[found] = self._uploads(tensors), self._uploads(table)
+        self._uploads.hold(*tables)
+        return tables
 
 
 class _Kernel:
@@ -106,10 +137,9 @@ class _Kernel:
     def __init__(self, plan: Plan) -> None:
         self._plan, self._device = plan, plan.device
         self._step = Launch(tiles.kernel_of(plan), tiles.TYPES, plan.device, tiles.warps(plan))
-        parts = (part for format in (*plan.formats, plan.grad) for part in format.parts)
-        self._own = [not part.shared for part in parts]
+        self._own = [not part.shared for part in plan.parts]
         self._uploads = _Uploads(plan.device)
-        self._tables: dict[tuple[Row, ...], _Tables] = {}
+        self._tables = _Tables(plan.device, tiles.columns(plan), self._row)
         self._ahead: dict[tuple[tuple[int, ...], ...], Tensor] = {}
         self._advances: dict[int, Launch] = {}
         self._zero = torch.zeros((), device=plan.device)
@@ -120,7 +150,7 @@ class _Kernel:
         moving = self._advanced(jobs) if jobs[0].ahead else self._given(jobs)
 
         def run(found: Sequence[Row]) -> None:
-            tensors, table = self._tables_of(tuple(found))
+            tensors, table = self._tables(tuple(found))
             self._step(len(tensors), tensors, table, *moving, saturated)
 
         step_all(self._plan, jobs, run)
@@ -151,40 +181,17 @@ class _Kernel:
         steps = torch.empty(len(jobs), dtype=torch.int64, device=self._device)
         scalars = torch.empty(len(jobs), count + 1, device=self._device)
         if count not in self._advances:
-            constants = {"COUNT": count, "WIDTH": triton.next_power_of_2(count)}
-            types = ("*i64", "*fp32", "*i64", "*fp32")
-            self._advances[count] = Launch(halfstep_advance, types, self._device, 1, constants)
+            self._advances[count] = Launch(halfstep_advance, ADVANCE_TYPES, self._device, 1, advance_constants(count))
         self._advances[count](len(jobs), table, skip, steps, scalars)
         return steps, scalars, skip
 
-    def _tables_of(self, found: tuple[Row, ...]) -> _Tables:
-        """The tables of contiguous tensors, those of before where nothing has changed."""
-        tables = self._tables.get(found)
-        if tables is None:
-            _make_room(self._tables)
-            rows, tiled = [], []
-            for row in found:
-                numbers = self._row(row, sum(tiled))
-                tiled.append(numbers.pop())
-                rows.append(numbers)
-            tables = self._tables[found] = _Tables.of(tiled, rows, self._uploads)
-        self._uploads.hold(*tables)
-        return tables
-
-    def _row(self, row: Row, first: int) -> list[int]:
-        """A tensor's row of the table, and how many tiles it has."""
+    def _row(self, row: Row) -> tuple[Sequence[int], int]:
         length = row.length if self._plan.in_blocks else max(row.size, 1)
         total = -(-Rows(length).block(row.size) // tiles.BLOCKS)
-        aligned = all(address % tiles.WIDE == 0 for address, own in zip(row.addresses, self._own, strict=True) if own)
-        whole = total if length % tiles.WIDE == 0 else (row.size // tiles.TILE if row.size == length else 0)
-        numbers = (row.job, row.size, length, row.size // length, row.seed, row.stream, row.start, first)
-        return [*row.addresses, *numbers, whole if aligned else 0, total]
-
-
-def _make_room(kept: dict) -> None:
-    """Forget all when there are too many: addresses go around among a few, or are new each time."""
-    if len(kept) >= _KEPT:
-        kept.clear()
+        aligned = all(address % WIDE == 0 for address, own in zip(row.addresses, self._own, strict=True) if own)
+        whole = total if length % WIDE == 0 else (row.size // tiles.TILE if row.size == length else 0)
+        numbers = (row.job, row.size, length, row.size // length, row.seed, row.stream, row.start)
+        return (*row.addresses, *numbers, whole if aligned else 0), total
 
 
 class _Squares:
@@ -192,15 +199,14 @@ class _Squares:
 
     def __init__(self, grad: Format, device: torch.device) -> None:
         self._launch = Launch(trees.squares_of(grad), trees.TYPES, device, 4)
-        self._uploads, self._device = _Uploads(device), device
-        self._tables: dict[tuple[tuple[int, ...], ...], _Tables] = {}
+        self._tables, self._device = _Tables(device, trees.COLUMNS, self._row), device
 
     def __call__(self, grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        chunks = [-(-grad.numel() // CHUNK) for grad in grads]
-        sums = torch.empty(sum(chunks), dtype=torch.float64, device=self._device)
+        *places, end = itertools.accumulate(map(chunks, grads), initial=0)
+        sums = torch.empty(end, dtype=torch.float64, device=self._device)
         kinds = torch.zeros(len(grads), dtype=torch.int32, device=self._device)
-        in_place, places = [], itertools.accumulate(chunks, initial=0)
-        for k, (grad, place) in enumerate(zip(grads, places, strict=False)):
+        in_place = []
+        for k, (grad, place) in enumerate(zip(grads, places, strict=True)):
             if grad.is_contiguous():
                 in_place.append((grad.data_ptr(), grad.numel(), place, k))
             else:  # copied a span at a time
@@ -212,17 +218,16 @@ class _Squares:
 
     def _run(self, found: tuple[tuple[int, ...], ...], sums: Tensor, kinds: Tensor) -> None:
         """Sum contiguous gradients, each an address, a number of elements, and the places of its sums and its kind."""
-        tables = self._tables.get(found)
-        if tables is None:
-            _make_room(self._tables)
-            tile, rows, tiled = CHUNK * trees.CHUNKS, [], []
-            for address, size, place, k in found:
-                whole = -(-size // tile) if size % 16 == 0 else size // tile
-                rows.append((address, size, sum(tiled), whole if address % 16 == 0 else 0, place, k))
-                tiled.append(-(-size // tile))
-            tables = self._tables[found] = _Tables.of(tiled, rows, self._uploads)
-        self._uploads.hold(*tables)
-        self._launch(len(tables.tensors), *tables, sums, kinds)
+        tensors, table = self._tables(found)
+        self._launch(len(tensors), tensors, table, sums, kinds)
+
+    @staticmethod
+    def _row(grad: tuple[int, ...]) -> tuple[Sequence[int], int]:
+        address, size, place, k = grad
+        tile = CHUNK * trees.CHUNKS
+        total = -(-size // tile)
+        whole = total if size % WIDE == 0 else size // tile
+        return (address, size, whole if address % WIDE == 0 else 0, place, k), total
 
 
 @functools.cache
@@ -232,8 +237,7 @@ def _squares(grad: Format, device: torch.device) -> _Squares:
 
 @functools.cache
 def _total(device: torch.device) -> Launch:
-    constants = {"WIDTH": trees.SUMS, "LEVELS": trees.SUMS.bit_length() - 1}
-    return Launch(trees.halfstep_total, trees.TOTAL_TYPES, device, 4, constants)
+    return Launch(trees.halfstep_total, trees.TOTAL_TYPES, device, 4, trees.TOTAL_CONSTANTS)
 
 
 class Gpu(Backend):

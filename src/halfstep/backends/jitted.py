@@ -23,6 +23,10 @@ from halfstep import primitives
 #: Whether Triton's interpreter runs kernels, as TRITON_INTERPRET=1 asks for when Triton is imported.
 INTERPRETED = knobs.runtime.interpret
 
+#: The bytes that an access takes at once where it can, and that it wants its address to be a multiple of; and the
+#: elements whose bytes take one.
+WIDE = 16
+
 #: The type through which a kernel sees a part's memory: of floats but float32 the bits.
 KINDS = {torch.float32: tl.float32, torch.float16: tl.int16, torch.bfloat16: tl.int16}
 KINDS |= {getattr(torch, name): getattr(tl, name) for name in ("int8", "uint8", "int16", "int32")}
@@ -119,6 +123,11 @@ def from_text(text: str, name: str, names: Mapping[str, Any]) -> Any:
     space = {"__name__": __name__, "tl": tl, **names}
     exec(compile(text, file, "exec"), space)
     return triton.jit(space[name])
+
+
+def read_row(columns: Sequence[str]) -> list[str]:
+    """Return a kernel's lines that read the row of ``tensor`` in ``table``."""
+    return [f"{name} = tl.load(table + tensor * {len(columns)} + {n})" for n, name in enumerate(columns)]
 
 
 def compiled(kernel: Any, types: Sequence[str], target: GPUTarget, warps: int, constants: Mapping[str, int]) -> Any:

@@ -58,7 +58,7 @@ def _row(k: int, job: Job, param: Tensor, grad: Tensor, state: Sequence[Tensor],
 def _staged(plan: Plan, k: int, job: Job, run: Callable[[Sequence[Row]], None]) -> None:
     """Step a tensor whose param or gradient is not contiguous through bounded copies."""
     layout = rows(job.param.shape)
-    parts = [*plan.weight.parts[1:], *(part for format in plan.moments for part in format.parts)]
+    _, *parts, _ = plan.parts
     for start, stop in spans(job.param.shape, STAGED, plan.in_blocks):
         param, grad = taken(job.param, start, stop), taken(job.grad, start, stop)
         ends = {False: slice(start, stop), True: slice(layout.block(start), layout.block(stop))}

@@ -207,14 +207,12 @@ class _Source:
     """
 
     def __init__(self, plan: Plan) -> None:
-        self.parts = [part for format in (*plan.formats, plan.grad) for part in format.parts]
+        self.parts = plan.parts
         self.types = [number_of(part.dtype) for part in self.parts]
         self.shared = [k for k, part in enumerate(self.parts) if part.shared]
         self.own = [k for k, part in enumerate(self.parts) if not part.shared]
         self.measured = [j for j, format in enumerate(plan.formats) if format.measure]
-        self.pairs = range((max((use for use in plan.uses if use is not None), default=-1) + 2) // 2)
-        # the rule's scalars are the arguments of its update that are nothing else; the gradient's factor comes first
-        self.scalars = range(plan.rule.update.__code__.co_argcount - 1 - len(plan.moments))
+        self.pairs, self.scalars = range(plan.pairs), range(plan.scalars)
         self.names: dict[str, Any] = {"BLOCK": BLOCK, "PIECE": PIECE, "AHEAD": AHEAD}
         self.names |= {"wide": wide, "fetch": fetch, "int32": np.int32, "int64": np.int64}
         # what is kept as float32, as it is, need not wait

@@ -105,11 +105,16 @@ def pairwise(sums: Tensor) -> Tensor:
     return sums.view(())
 
 
+def chunks(grad: Tensor) -> int:
+    """Return how many chunks a gradient has."""
+    return -(-grad.numel() // CHUNK)
+
+
 def kinds(sums: Tensor, grads: Sequence[Tensor]) -> Tensor:
     """Say of each gradient, by the sums of its chunks: 0 where it is finite, 1 where it is infinite, 2 where NaN."""
     found = torch.zeros(len(grads), dtype=torch.int32, device=sums.device)
     kind = sums.isinf().int() + 2 * sums.isnan().int()
     if kind.any():
-        for k, part in enumerate(kind.split([-(-grad.numel() // CHUNK) for grad in grads])):
+        for k, part in enumerate(kind.split(list(map(chunks, grads)))):
             found[k] = part.max() if len(part) else 0
     return found

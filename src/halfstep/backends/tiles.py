@@ -11,7 +11,7 @@ from typing import Any
 
 import triton.language as tl
 
-from halfstep.backends.jitted import KINDS, bind, from_text
+from halfstep.backends.jitted import KINDS, WIDE, bind, from_text, read_row
 from halfstep.backends.texts import filled
 from halfstep.contracts import BLOCK, Plan
 from halfstep.formats.counter import first_half, keyed, random_bits, second_half, stream_key
@@ -20,11 +20,15 @@ from halfstep.formats.counter import first_half, keyed, random_bits, second_half
 #: memory is not known to be aligned.
 BLOCKS, NARROW = 16, 4
 TILE = BLOCKS * BLOCK
-#: Elements whose bytes take an access of 16 bytes, and the bytes that it wants addresses to be a multiple of.
-WIDE = 16
 
 #: What the table says of a tensor behind its addresses.
 KNOWN = ("job", "size", "length", "rows", "seed", "stream", "start", "first_tile", "wide_tiles")
+
+
+def columns(plan: Plan) -> tuple[str, ...]:
+    """What a row of the table has: the addresses of the plan's parts, and what is `KNOWN`."""
+    return (*(f"a{k}" for k in range(len(plan.parts))), *KNOWN)
+
 
 _KERNEL = """
 def {name}(tensors, table, steps, scalars, skip, saturated):
@@ -89,19 +93,18 @@ class _Source:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.parts = [part for format in (*plan.formats, plan.grad) for part in format.parts]
+        self.parts = plan.parts
         self.kinds = [KINDS[part.dtype] for part in self.parts]
-        self.scalars = range(plan.rule.update.__code__.co_argcount - 1 - len(plan.moments))
-        self.pairs = range((max((use for use in plan.uses if use is not None), default=-1) + 2) // 2)
+        self.pairs, self.scalars = range(plan.pairs), range(plan.scalars)
         self.names: dict[str, Any] = {f"kind{k}": kind for k, kind in enumerate(self.kinds)}
-        self.names |= {name: tl.constexpr(globals()[name]) for name in ("BLOCK", "BLOCKS", "NARROW", "TILE", "WIDE")}
+        numbers = {"BLOCK": BLOCK, "BLOCKS": BLOCKS, "NARROW": NARROW, "TILE": TILE, "WIDE": WIDE}
+        self.names |= {name: tl.constexpr(number) for name, number in numbers.items()}
         self.names |= {"load_grad": bind(plan.grad.load), "update": bind(plan.rule.update)}
         self.names |= {f.__name__: bind(f) for f in (stream_key, keyed, random_bits, first_half, second_half)}
 
     def text(self) -> str:
         """The source of the kernel."""
-        columns = [*(f"a{k}" for k in range(len(self.parts))), *KNOWN]
-        known = [f"{name} = tl.load(table + tensor * {len(columns)} + {n})" for n, name in enumerate(columns)]
+        known = read_row(columns(self.plan))
         known += [f"c{n} = tl.load(scalars + job * {len(self.scalars)} + {n})" for n in self.scalars]
         if self.pairs:
             words = "seed.to(tl.int32), (seed >> 32).to(tl.int32), stream.to(tl.int32), step"

@@ -10,7 +10,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from halfstep.backends.jitted import KINDS, bind, from_text
+from halfstep.backends.jitted import KINDS, WIDE, bind, from_text, read_row
 from halfstep.backends.texts import filled
 from halfstep.contracts import CHUNK, Format
 
@@ -32,8 +32,8 @@ def halfstep_squares(tensors, table, sums, kinds):
     chunk, lane = tile * CHUNKS + tl.arange(0, CHUNKS), tl.arange(0, LANES)[None, :]
     start = chunk * CHUNK
     if tile < wide_tiles:
-        i, end = tl.multiple_of(start, 16)[:, None] + lane, size // 16 * 16
-        pointers = tl.multiple_of(address.to(tl.pointer_type(kind)), 16) + i
+        i, end = tl.multiple_of(start, WIDE)[:, None] + lane, size // WIDE * WIDE
+        pointers = tl.multiple_of(address.to(tl.pointer_type(kind)), WIDE) + i
         {wide}
     else:
         i, end = start[:, None] + lane, size
@@ -62,6 +62,10 @@ def halfstep_total(numbers, count, totals, WIDTH: tl.constexpr, LEVELS: tl.const
     tl.store(totals + tl.program_id(0) + tl.arange(0, 1), tl.reshape(total, (1,)))
 
 
+#: What it is compiled for.
+TOTAL_CONSTANTS = {"WIDTH": SUMS, "LEVELS": SUMS.bit_length() - 1}
+
+
 @triton.jit
 def _square(x):
     return x * x
@@ -84,8 +88,7 @@ def squares_of(grad: Format) -> Any:
     """
     kind = KINDS[grad.parts[0].dtype]
     tree = f"total = {_tree('' if kind is tl.float32 else '.to(tl.int32)')}"
-    known = [f"{name} = tl.load(table + tensor * {len(COLUMNS)} + {n})" for n, name in enumerate(COLUMNS)]
-    constants = {"CHUNK": CHUNK, "CHUNKS": CHUNKS, "LANES": LANES, "LEVELS": LANES.bit_length() - 1}
+    constants = {"CHUNK": CHUNK, "CHUNKS": CHUNKS, "LANES": LANES, "LEVELS": LANES.bit_length() - 1, "WIDE": WIDE}
     names = {name: tl.constexpr(value) for name, value in constants.items()}
     names |= {"load": bind(grad.load), "kind": kind, "square": _square}
-    return from_text(filled(_KERNEL, known=known, wide=[tree], narrow=[tree]), "halfstep_squares", names)
+    return from_text(filled(_KERNEL, known=read_row(COLUMNS), wide=[tree], narrow=[tree]), "halfstep_squares", names)
