@@ -266,13 +266,17 @@ class HalfOptimizer(torch.optim.Optimizer):
         """
         for _, group, name, member in self._named():
             if member is param:
-                slot = self._slot(group, name, param)
-                if not self.state.get(param):
-                    return checkpoint.decode(PLAIN[param.dtype], (param,))
-                return checkpoint.decode(slot.weight, (param, *slot.tensors[: len(slot.weight.parts) - 1]))
+                return checkpoint.decode(*self._held(group, name, param))
         raise ValueError(
             f"the param of shape {tuple(param.shape)} is none of this optimizer's: pass one of its groups'"
         )
+
+    def _held(self, group: dict[str, Any], name: str, param: Tensor) -> tuple[Format, tuple[Tensor, ...]]:
+        """Return the format of a param's weight and its parts: the param, and what is kept beside it."""
+        slot = self._slot(group, name, param)
+        if not self.state.get(param):
+            return PLAIN[param.dtype], (param,)
+        return slot.weight, (param, *slot.tensors[: len(slot.weight.parts) - 1])
 
     def saturated(self) -> dict[str, int]:
         """Return how many weights of each param the last step kept at the largest number of its dtype, by name.
