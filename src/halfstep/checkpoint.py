@@ -1,28 +1,55 @@
-"""Parts and a state_dict: what the optimizer keeps for a param, made, read, checked and converted between formats."""
+"""A param's state: its parts, made, read, checked and converted between formats."""
 
-import copy
+import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from halfstep.backends.eager import convert
+from halfstep.backends.eager import convert, values
 from halfstep.backends.pieces import part_shape
 from halfstep.contracts import Counter, Format, Moment, Part
+from halfstep.conversions import Conversion, Rounding
 from halfstep.formats import FLOAT32, MOMENTS, PLAIN, WEIGHTS
+
+LAYOUT = 2
+"""The version of the layout in which states are written, kept in each param group.
+
+1. It stands nowhere. A param has ``step``, its formats' parts under `key`, and ``stream`` where a format takes chance.
+2. A 16-bit param has ``mantissa``, too.
+"""
 
 #: What a float32 part may be loaded from: torch keeps a 16-bit param's moments in 16 bits.
 WIDENS = (torch.float16, torch.bfloat16, torch.float64)
-#: The first use of random bits in a conversion, far from those of a step.
-_CONVERSION = 16
-#: How the teaching implementation's `AdamFP16` calls the float32 copy.
-_ALIASES = {"master": "fp32_copy"}
+#: The first use of random bits in a conversion, far from those of a step: the weight's.
+CONVERSION = 16
 
 
 def key(part: Part, moment: Moment | None = None) -> str:
     """Return the name under which a part lies in a param's state."""
     return "_".join(filter(None, (moment.name if moment else "", part.name)))
+
+
+def mantissa(weight: Format) -> int | None:
+    """Return the bits of mantissa that the weight behind a 16-bit param is kept with, or None for a float32 param.
+
+    It tells formats apart whose parts look alike, and says beside what dtype of param they were kept.
+    """
+    param, *beside = weight.parts
+    if param.dtype is torch.float32:
+        return None
+    floats = [part.dtype for part in beside if part.dtype.is_floating_point]
+    further = sum(8 * part.dtype.itemsize for part in beside if not part.dtype.is_floating_point)
+    return further + max(round(-math.log2(torch.finfo(dtype).eps)) for dtype in (floats or [param.dtype]))
+
+
+#: What a mantissa may say: names of formats, and the dtype of the param.
+_MANTISSAS: defaultdict[int | None, list[str]] = defaultdict(list)
+for _name, _formats in WEIGHTS.items():
+    for _dtype, _format in _formats.items():
+        _MANTISSAS[mantissa(_format)].append(f"weights={_name!r} beside a {_dtype} param")
 
 
 def _weight_keys() -> set[str]:
@@ -32,7 +59,9 @@ def _weight_keys() -> set[str]:
 
 def decode(format: Format, parts: Sequence[Tensor]) -> Tensor:
     """Return the float32 values that ``parts`` hold, as a contiguous tensor of its own."""
-    return convert(format, parts, FLOAT32)[0]
+    made = torch.empty(parts[0].shape, dtype=torch.float32, device=parts[0].device)
+    convert(format, parts, FLOAT32, (made,))
+    return made
 
 
 def layout(
@@ -44,22 +73,48 @@ def layout(
     return {name: (part.dtype, part_shape(part, shape)) for name, part in parts}
 
 
-def fresh(param: Tensor, weight: Format, moments: Sequence[tuple[Moment, Format]]) -> dict[str, Tensor]:
-    """Return every part of a param's state before its first step: the weight is the param, the moments are zero."""
+def _head(weight: Format, step: int | Tensor, stream: int | None) -> dict[str, Any]:
+    """What a param's state begins with, before its parts."""
+    numbers = {"step": step, "stream": stream, "mantissa": mantissa(weight)}
+    return {name: number for name, number in numbers.items() if number is not None}
+
+
+def _new(parts: Sequence[Part], shape: Sequence[int], device: torch.device) -> list[Tensor]:
+    return [torch.empty(part_shape(part, shape), dtype=part.dtype, device=device) for part in parts]
+
+
+def _keyed(parts: Sequence[Part], tensors: Sequence[Tensor], moment: Moment | None = None) -> dict[str, Tensor]:
+    return {key(part, moment): tensor for part, tensor in zip(parts, tensors, strict=True)}
+
+
+def fresh(
+    param: Tensor,
+    weight: Format,
+    moments: Sequence[tuple[Moment, Format]],
+    step: int | Tensor = 0,
+    stream: int | None = None,
+) -> dict[str, Any]:
+    """Return a param's state before its first step: the weight is the param, the moments are zero."""
+    state = _head(weight, step, stream)
     # every format keeps both exactly, so chance has no part in it
-    state = _keyed(weight.parts[1:], convert(PLAIN[param.dtype], (param,), weight, skip=1))
+    beside = _new(weight.parts[1:], param.shape, param.device)
+    if beside:
+        convert(PLAIN[param.dtype], (param.detach(),), weight, (None, *beside))
+    state |= _keyed(weight.parts[1:], beside)
     zeros = torch.zeros((), dtype=torch.float32, device=param.device).expand(param.shape)
     for moment, format in moments:
-        state |= _keyed(format.parts, convert(FLOAT32, (zeros,), format), moment)
+        made = _new(format.parts, param.shape, param.device)
+        convert(FLOAT32, (zeros,), format, made)
+        state |= _keyed(format.parts, made, moment)
     return state
 
 
 def mismatch(
-    state: Mapping[str, Any], param: Tensor, kept: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    state: Mapping[str, Any], param: Tensor, weight: Format, kept: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 ) -> str | None:
-    """Say how ``state`` differs from what ``kept`` asks for beside ``param``, or None when it fits."""
+    """Say how ``state`` differs from what ``weight`` and ``kept`` ask for beside ``param``, or None when it fits."""
     try:
-        _step(state.get("step"))
+        count(state.get("step"))
     except ValueError as error:
         return str(error)
     if type(state.get("stream", 0)) is not int:
@@ -78,7 +133,14 @@ def mismatch(
             return f"{name!r} in its state is not contiguous"
     for name in sorted(_weight_keys().intersection(state).difference(kept)):
         return f"its state has {name!r}, a part that another format keeps beside a param"
+    if state.get("mantissa", mantissa(weight)) != mantissa(weight):
+        return f"its state is of {_of(state['mantissa'])}"
     return None
+
+
+def _of(bits: Any) -> str:
+    """Say which formats have this mantissa."""
+    return " or ".join(_MANTISSAS.get(bits, ["no format"])) + f" (its mantissa is {bits!r})"
 
 
 def _misfit(tensor: Tensor, shape: tuple[int, ...], param: Tensor) -> str:
@@ -88,77 +150,151 @@ def _misfit(tensor: Tensor, shape: tuple[int, ...], param: Tensor) -> str:
     return f"shape {tuple(tensor.shape)}, not {shape}, which belongs to the param's {tuple(param.shape)}"
 
 
-def restore(
-    saved: Mapping[str, Any],
-    param: Tensor,
-    weight: Format,
-    moments: Sequence[tuple[Moment, Format]],
-    seed: int,
-    stream: int,
-) -> tuple[dict[str, Any], Tensor | None]:
-    """Turn a param's saved state into one of the formats asked for, exactly where the format is the same.
+class Entry:
+    """A param's saved state, checked against what is asked for: nothing of it is made yet, and nothing written.
 
     Args:
-        saved: the param's entry under "state": ours in any format, torch's or the teaching implementation's. In which
-            formats it is shows by its parts.
-        param: the live param; nothing is written to it.
+        name: the param's.
+        saved: its entry under "state": ours in any format and layout, or torch's. In which formats it is shows by its
+            parts and its ``mantissa``.
+        param: the live param.
         weight: the format to keep its weight in.
         moments: the rule's moments and the format to keep each in.
         seed: what random bits are drawn with, where one of these formats takes some.
         stream: the param's number for them, unless ``saved`` has one.
-
-    Returns:
-        The state, contiguous copies on the param's device, and what the param has to become: None where it stays. It
-        changes only where the two formats round differently.
+        held: the live weight, its format and parts, for a ``saved`` that says nothing of it.
 
     Raises:
-        ValueError: ``saved`` fits neither; the text says what differs.
+        ValueError: ``saved`` does not fit; the text says what differs.
     """
-    saved = dict(saved)
-    for name, alias in _ALIASES.items():
-        if alias in saved:
-            saved[name] = saved.pop(alias)
-    state: dict[str, Any] = {"step": _step(saved.pop("step", None))}
-    if "stream" in saved or weight.random or any(format.random for _, format in moments):
-        state["stream"] = stream = _stream(saved.pop("stream", stream))
-    counter = Counter(seed, stream, state["step"])
-    written, parts = _weight(saved, param, weight, counter)
-    state |= _keyed(weight.parts[1:], parts)
-    for use, (moment, format) in enumerate(moments, start=_CONVERSION + 1):
+
+    def __init__(
+        self,
+        name: str,
+        saved: Mapping[str, Any],
+        param: Tensor,
+        weight: Format,
+        moments: Sequence[tuple[Moment, Format]],
+        seed: int,
+        stream: int,
+        held: tuple[Format, Sequence[Tensor]],
+    ) -> None:
+        self._name, self._param, self._target = name, param, weight
+        # DCP says so of what its file does not have
+        saved = {name: value for name, value in saved.items() if not (isinstance(value, dict) and not value)}
+        self._step = count(saved.pop("step", None))
+        self._stream = None
+        if "stream" in saved or weight.random or any(format.random for _, format in moments):
+            self._stream = _stream(saved.pop("stream", stream))
+        self._counter = Counter(seed, self._stream or 0, self._step)
+        self._weight = self._weight_in(saved) or held
+        self._moments = [(moment, format, *self._moment_in(saved, moment, format)) for moment, format in moments]
+        if saved:
+            raise ValueError(
+                f"it has {', '.join(map(repr, saved))}, for which there is no use here: take that out of the state, or "
+                "load it into an optimizer of the kind that it was saved from"
+            )
+
+    def _weight_in(self, saved: dict[str, Any]) -> tuple[Format, Sequence[Tensor]] | None:
+        """Take the weight's parts out of ``saved``; return them behind the param, and their format."""
+        param, bits = self._param, saved.pop("mantissa", None)
+        if bits is not None and bits not in _MANTISSAS:
+            raise ValueError(f"its mantissa is {bits!r}, which no format has")
+        held = sorted(_weight_keys().intersection(saved))
+        if not held:
+            if bits in (None, *map(mantissa, PLAIN.values())):
+                return (PLAIN[param.dtype], (param.detach(),)) if bits else None
+            raise ValueError(f"it is of {_of(bits)}, and what that keeps beside the param is missing")
+        if param.dtype is torch.float32:
+            raise ValueError(
+                f"it holds {', '.join(map(repr, held))}, kept beside a 16-bit param, and this param is torch.float32. "
+                "Load it over the 16-bit model, and load halfstep.float32_state_dict(model, optimizer) into this one"
+            )
+        formats = (self._target, *(each[param.dtype] for each in WEIGHTS.values() if param.dtype in each))
+        source = _source(saved, [format for format in formats if bits in (None, mantissa(format))])
+        if source is None:
+            found = ", ".join(f"{name!r} in {getattr(saved[name], 'dtype', type(saved[name]))}" for name in held)
+            text = f"it holds {found}, which no format of a {param.dtype} param keeps"
+            if bits is not None:
+                text += (
+                    f" with a mantissa of {bits}: it is of {_of(bits)}. Load it over such params with such weights (a "
+                    "library that casts what it loads must, too), and go on from there by load_state_dict into another "
+                    "format, or to another dtype by halfstep.float32_state_dict and halfstep.load_weights"
+                )
+            raise ValueError(text)
+        return source, (param.detach(), *_take(saved, source.parts[1:], param))
+
+    def _moment_in(self, saved: dict[str, Any], moment: Moment, format: Format) -> tuple[Format, list[Tensor]]:
+        """Take a moment's parts out of ``saved``; return their format and them."""
         source = _source(saved, (format, *(formats.of(moment) for formats in MOMENTS.values())), moment)
-        parts = _take(saved, source.parts if source else format.parts, param, moment)
-        if source and source is not format:
-            parts = convert(source, parts, format, 0, counter, use)
-        state |= _keyed(format.parts, parts, moment)
-    # what others keep beside ours stays, as it is
-    state |= {
-        name: value.to(param.device, copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
-        for name, value in saved.items()
-    }
-    return state, written
+        parts = _take(saved, (source or format).parts, self._param, moment)
+        source = source or format
+        if source is FLOAT32:
+            # what is narrower is read as it is
+            source = PLAIN.get(parts[0].dtype, FLOAT32)
+        for span in values(source, _seen(source, parts)):
+            if not span.numel():
+                continue
+            low, high = span.aminmax()
+            if low.isnan() or high.isnan():
+                raise ValueError(
+                    f"its {moment.name!r} holds NaN: the run had already gone wrong when it was saved; load an earlier "
+                    "state, or start in a new optimizer without it"
+                )
+            if moment.square and low < 0:
+                raise ValueError(f"its {moment.name!r} holds {low.item():g}, and an average of squares has no sign")
+        return source, parts
+
+    def made(self, conversions: list[Conversion]) -> dict[str, Any]:
+        """Return the state, of tensors of its own on the param's device; add to ``conversions`` what was converted."""
+        param, target = self._param, self._target
+        state = _head(target, self._step, self._stream)
+        source, parts = self._weight
+        beside = _new(target.parts[1:], param.shape, param.device)
+        self._convert(conversions, "weight", source, parts, target, (None, *beside), CONVERSION)
+        state |= _keyed(target.parts[1:], beside)
+        for use, (moment, format, source, parts) in enumerate(self._moments, start=CONVERSION + 1):
+            made = _new(format.parts, param.shape, param.device)
+            self._convert(conversions, moment.name, source, parts, format, made, use)
+            state |= _keyed(format.parts, made, moment)
+        return state
+
+    def _convert(
+        self,
+        conversions: list[Conversion],
+        what: str,
+        source: Format,
+        parts: Sequence[Tensor],
+        target: Format,
+        made: Sequence[Tensor | None],
+        use: int,
+    ) -> None:
+        seen, rounding = _seen(source, parts, self._param.device), Rounding()
+        narrowed = [pair for pair in zip(parts, seen, strict=True) if pair[0].dtype is torch.float64]
+        for part, narrow in narrowed:
+            rounding(part, narrow.to(part))
+        if source is target:
+            for part, tensor in zip(seen, made, strict=True):
+                if tensor is not None:
+                    tensor.copy_(part)
+        else:
+            convert(source, seen, target, made, self._counter, use, rounding)
+        # where a param is all that there was of a weight, nothing was converted
+        if narrowed or (source is not target and (what != "weight" or len(parts) > 1)):
+            name = str(parts[0].dtype).removeprefix("torch.") if len(parts) == 1 else source.name
+            conversions.append(Conversion(self._name, what, name, target.name, self._param.numel(), *rounding.found()))
+
+    def write(self) -> None:
+        """Give the param what its weight has become, where the two formats may round it differently."""
+        source, parts = self._weight
+        if source is not self._target and len(parts) > 1:
+            made = (self._param.data, *(None for _ in self._target.parts[1:]))
+            convert(source, _seen(source, parts, self._param.device), self._target, made, self._counter, CONVERSION)
 
 
-def _weight(
-    saved: dict[str, Any], param: Tensor, weight: Format, counter: Counter
-) -> tuple[Tensor | None, Sequence[Tensor]]:
-    """Return what the param has to become, or None where it stays, and the parts of the weight beside it."""
-    held = sorted(_weight_keys().intersection(saved))
-    source = _source(saved, (weight, *(formats[param.dtype] for formats in WEIGHTS.values() if param.dtype in formats)))
-    if held and param.dtype is torch.float32:
-        raise ValueError(
-            f"it holds {', '.join(map(repr, held))}, kept beside a 16-bit param, and this param is torch.float32. "
-            "Load it over the 16-bit model, and copy optimizer.float32_weight(param) into the other one"
-        )
-    if held and source is None:
-        found = ", ".join(f"{name!r} in {getattr(saved[name], 'dtype', type(saved[name]))}" for name in held)
-        raise ValueError(f"it holds {found}, which no format of a {param.dtype} param keeps")
-    if source is None:
-        return None, convert(PLAIN[param.dtype], (param,), weight, skip=1)
-    parts = _take(saved, source.parts[1:], param)
-    if source is weight:
-        return None, parts
-    written, *parts = convert(source, (param, *parts), weight, 0, counter, _CONVERSION)
-    return None if torch.equal(written.view(torch.int16), param.detach().view(torch.int16)) else written, parts
+def _seen(source: Format, parts: Sequence[Tensor], device: torch.device | None = None) -> list[Tensor]:
+    """Saved parts as a format reads them: of its dtypes, on ``device``, and themselves where they are so."""
+    return [tensor.to(device=device, dtype=part.dtype) for part, tensor in zip(source.parts, parts, strict=True)]
 
 
 def _source(saved: Mapping[str, Any], formats: Iterable[Format], moment: Moment | None = None) -> Format | None:
@@ -177,7 +313,7 @@ def _reads(dtype: torch.dtype, saved: torch.dtype) -> bool:
 
 
 def _take(saved: dict[str, Any], parts: Sequence[Part], param: Tensor, moment: Moment | None = None) -> list[Tensor]:
-    """Take a format's parts out of ``saved``, as contiguous copies on the param's device."""
+    """Take a format's parts out of ``saved``, as they are."""
     taken = []
     for part in parts:
         name = key(part, moment)
@@ -192,7 +328,12 @@ def _take(saved: dict[str, Any], parts: Sequence[Part], param: Tensor, moment: M
             raise ValueError(f"its {name!r} has {_misfit(tensor, shape, param)}")
         if not _reads(part.dtype, tensor.dtype):
             raise ValueError(f"its {name!r} is {tensor.dtype}, not {part.dtype}")
-        taken.append(torch.empty(shape, dtype=part.dtype, device=param.device).copy_(tensor.detach()))
+        if tensor.layout is not torch.strided:
+            raise ValueError(f"its {name!r} has the layout {tensor.layout}, not {torch.strided}")
+        if part.largest is not None and tensor.numel() and (largest := int(tensor.max())) > part.largest:
+            raise ValueError(f"its {name!r} holds {largest}, and no more than {part.largest} is ever stored there")
+        tensor = tensor.detach()
+        taken.append(tensor.contiguous() if part.shared else tensor)
     return taken
 
 
@@ -200,15 +341,20 @@ def counted(step: Any, device: torch.device | None) -> int | Tensor:
     """Return a count of steps as the host has it, or where a device counts as int64 on that."""
     if isinstance(step, Tensor) and device == step.device and step.dtype is torch.int64 and not step.dim():
         return step
-    count = _step(step)
-    return count if device is None else torch.full((), count, dtype=torch.int64, device=device)
+    steps = count(step)
+    return steps if device is None else torch.full((), steps, dtype=torch.int64, device=device)
 
 
-def _step(step: Any) -> int:
+def count(step: Any) -> int:
+    """Return a saved count of steps, a number or a tensor of one, as an integer.
+
+    Raises:
+        ValueError: it is none.
+    """
     try:
-        count = int(step)
-        if count == step and count >= 0:
-            return count
+        steps = int(step)
+        if steps == step and 0 <= steps < 2**63:
+            return steps
     except (TypeError, ValueError, RuntimeError, OverflowError):
         pass
     raise ValueError(f"its step is {step!r}, not a count of steps")
@@ -218,7 +364,3 @@ def _stream(stream: Any) -> int:
     if type(stream) is int and 0 <= stream < 2**31:
         return stream
     raise ValueError(f"its stream is {stream!r}, not the number of a stream of random bits")
-
-
-def _keyed(parts: Sequence[Part], tensors: Sequence[Tensor], moment: Moment | None = None) -> dict[str, Tensor]:
-    return {key(part, moment): tensor for part, tensor in zip(parts, tensors, strict=True)}

@@ -63,11 +63,13 @@ class Part:
         name: its key in the optimizer's state; behind a moment's name and an underscore where that is not empty.
         dtype: of the stored tensor.
         shared: it has one entry for each block of a row.
+        largest: no store leaves an integer above it.
     """
 
     name: str
     dtype: torch.dtype
     shared: bool = False
+    largest: int | None = None
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,12 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from halfstep import backends, checkpoint, report
-from halfstep.contracts import NOWHERE, Ahead, Counter, Format, Job, Kernel, Plan, Rule
+from halfstep.checkpoint import LAYOUT
+from halfstep.contracts import NOWHERE, Ahead, Counter, Format, Job, Kernel, Moment, Plan, Rule
+from halfstep.conversions import Conversion, summary
 from halfstep.formats import GRADS, PLAIN, moment_format, weight_format
-from halfstep.options import LIVE, TORCHS, checked, choices, refuse
+from halfstep.loading import Loading, check_mapping
+from halfstep.options import LIVE, TORCHS, checked, choices
 from halfstep.schedule import Coming, Schedule
 from halfstep.slots import Due, Options, Slot
 from halfstep.tensors import Turns, check_alike, check_grad, check_param, named
@@ -41,11 +44,13 @@ class HalfOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._forget()
-        super().__init__(params, checked({**TORCHS, "seed": 0, **defaults}))
+        super().__init__(params, checked({**TORCHS, "layout": LAYOUT, "seed": 0, **defaults}))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._forget()
         super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("layout", LAYOUT)
 
     def _forget(self) -> None:
         """Drop what is derived from groups and state."""
@@ -53,6 +58,7 @@ class HalfOptimizer(torch.optim.Optimizer):
         self._saturated: dict[str, int | Tensor] = {}
         self._warned: set[Tensor] = set()
         self._schedule = Schedule()
+        self._conversions: list[Conversion] = []
 
     @property
     def capturable(self) -> bool:
@@ -122,6 +128,8 @@ class HalfOptimizer(torch.optim.Optimizer):
             ValueError: a param's state does not fit it, or a group's hyperparameters are not finite.
             RuntimeError: `clip_grad_norm_` found no finite norm, or gradients have changed since.
         """
+        if closure is None and not any(self.state.values()) and self._only_looks():
+            return None
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -144,6 +152,23 @@ class HalfOptimizer(torch.optim.Optimizer):
                 if isinstance(count, Tensor) or count:
                     self._note(due, count)
         return loss
+
+    def _only_looks(self) -> bool:
+        """Whether this first step has no learning rate and nothing but zeros for gradients; then states are made alone.
+
+        torch.distributed.checkpoint steps so, to see what states there will be; no count of steps may come of it.
+        """
+        if any(float(group["lr"]) for group in self.param_groups):
+            return False
+        due = [(place, *each) for place, each in enumerate(self._named()) if each[-1].grad is not None]
+        grads = [param.grad for *_, param in due]
+        if not grads or any(grad.layout is not torch.strided or grad.count_nonzero() for grad in grads):
+            return False
+        for place, _, group, name, param in due:
+            slot = self._slot(group, name, param)
+            if param not in self.state:
+                self._begin(slot, param, place)
+        return True
 
     def _gather(self, factor: float | Tensor, skip: Tensor | None) -> dict[tuple[Kernel, int], list[Due]]:
         """Check every tensor of this step and put together those that one kernel steps in one turn."""
@@ -208,7 +233,7 @@ class HalfOptimizer(torch.optim.Optimizer):
         random = any(format.random for format in (weight, *moments))
         slot = Slot(name, options, param.dtype, param.device, param.shape, rule, weight, moments, kept, random)
         if state:
-            if reason := checkpoint.mismatch(state, param, kept):
+            if reason := checkpoint.mismatch(state, param, weight, kept):
                 raise ValueError(
                     f"{name} cannot be stepped: {reason}. After changing an option, a device or a state by hand, call "
                     "optimizer.load_state_dict(optimizer.state_dict()), which converts; a moment that was never kept "
@@ -229,14 +254,19 @@ class HalfOptimizer(torch.optim.Optimizer):
     def _job(self, due: Due) -> Job:
         slot, param, coming, state = due.slot, due.param, due.coming, due.state
         if not state:
-            moments = list(zip(slot.rule.moments, slot.moments, strict=True))
-            stream = {"stream": due.place} if slot.random else {}
-            step = checkpoint.counted(0, slot.device if coming else None)
-            state = self.state[param] = {"step": step, **stream, **checkpoint.fresh(param, slot.weight, moments)}
-            slot.tensors = tuple(state[key] for key in slot.kept)
+            state = self._begin(slot, param, due.place)
         ahead = Ahead(state["step"], *coming) if coming else None
         counter = Counter(due.seed, state.setdefault("stream", due.place), due.step) if slot.random else NOWHERE
         return Job(param, due.grad, slot.tensors, due.scalars, counter, ahead)
+
+    def _begin(self, slot: Slot, param: Tensor, place: int) -> dict[str, Any]:
+        """Make the state of a param that has had no step; ``place`` is the param's in the groups."""
+        moments = list(zip(slot.rule.moments, slot.moments, strict=True))
+        step = checkpoint.counted(0, slot.device if self.capturable else None)
+        state = checkpoint.fresh(param, slot.weight, moments, step, place if slot.random else None)
+        slot.tensors = tuple(state[key] for key in slot.kept)
+        self.state[param] = state
+        return state
 
     def _note(self, due: Due, count: int | Tensor) -> None:
         """Keep a param's count of saturated weights; warn of the first, where that costs no wait for a device."""
@@ -278,6 +308,15 @@ class HalfOptimizer(torch.optim.Optimizer):
             return PLAIN[param.dtype], (param,)
         return slot.weight, (param, *slot.tensors[: len(slot.weight.parts) - 1])
 
+    def _moments(
+        self, group: dict[str, Any], name: str, param: Tensor
+    ) -> tuple[int, list[tuple[Moment, Format, tuple[Tensor, ...]]]]:
+        """Return how often a stepped param was stepped, and each of its moments with its format and parts."""
+        slot, state = self._slot(group, name, param), self.state[param]
+        moments = zip(slot.rule.moments, slot.moments, strict=True)
+        parts = [(m, format, tuple(state[checkpoint.key(part, m)] for part in format.parts)) for m, format in moments]
+        return int(state["step"]), parts
+
     def saturated(self) -> dict[str, int]:
         """Return how many weights of each param the last step kept at the largest number of its dtype, by name.
 
@@ -297,12 +336,14 @@ class HalfOptimizer(torch.optim.Optimizer):
     def explain(self) -> str:
         """Return a table: for each group of like tensors its rule, formats, backend and bytes, as `memory` counts them.
 
-        Below it stands who runs what, why a tensor did not get what was asked, and what saturated in the last step.
+        Below it stands who runs what, why a tensor did not get what was asked, what the loaded state was converted to,
+        and what saturated in the last step.
         """
         saturated = [
             f"saturated in the last step: {count} weights of {name}" for name, count in self.saturated().items()
         ]
-        return "\n  ".join([type(self).__name__, *report.table(self._lines()), *saturated])
+        loaded = [f"loaded {line}" for line in summary(self._conversions)]
+        return "\n  ".join([type(self).__name__, *report.table(self._lines()), *loaded, *saturated])
 
     def _lines(self) -> list[report.Line]:
         """What there is to tell of each param."""
@@ -314,6 +355,10 @@ class HalfOptimizer(torch.optim.Optimizer):
 
     # ------------------------------------------------------------------ state
 
+    def conversions(self) -> list[Conversion]:
+        """Return what the last `load_state_dict` had to convert, and how many values were rounded on the way."""
+        return list(self._conversions)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state: ours, torch's AdamW's, or the teaching implementation's. No dtype is changed.
 
@@ -323,21 +368,21 @@ class HalfOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: the state fits no param it is meant for, by name, or asks for amsgrad; nothing has changed then.
         """
-        restored: dict[Tensor, tuple[dict[str, Any], Tensor | None]] = {}
-        live = [{name: group[name] for name in self._live if name in group} for group in self.param_groups]
+        check_mapping(state_dict)
+        loaded: list[tuple[Loading, dict[Tensor, dict[str, Any]]]] = []
 
         def take(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-            return {**state_dict, "state": self._restore(state_dict, restored)}
+            own = self.param_groups, self.defaults, self._live
+            loading = Loading(state_dict, *own, self._formats, self._held, self.state)
+            loaded.append((loading, loading.made()))
+            # torch puts the groups in place
+            return {"state": {}, "param_groups": loading.groups}
 
         def give(_: Any) -> None:
-            for group, kept in zip(self.param_groups, live, strict=True):
-                group.update(kept)
-                for name, default in self.defaults.items():
-                    group.setdefault(name, default)
-            for param, (state, written) in restored.items():
-                self.state[param] = state
-                if written is not None:
-                    param.data.copy_(written)
+            ((loading, states),) = loaded
+            self.state.update(states)
+            loading.write()
+            self._conversions = loading.conversions
 
         # last of the pre hooks, so that users' own are heard; first of the post hooks, so that theirs see all
         handles = (
@@ -349,31 +394,3 @@ class HalfOptimizer(torch.optim.Optimizer):
         finally:
             for handle in handles:
                 handle.remove()
-
-    def _restore(self, state_dict: dict[str, Any], restored: dict[Tensor, Any]) -> dict[Any, Any]:
-        """Convert what ``state_dict`` holds for our params into ``restored``; return what it holds beside."""
-        others, groups = dict(state_dict["state"]), state_dict["param_groups"]
-        places = itertools.count()
-        sizes, own = ([len(group["params"]) for group in each] for each in (groups, self.param_groups))
-        if sizes != own:
-            raise ValueError(
-                f"the loaded state has groups of {sizes} params, this optimizer of {own}: give it the groups that the "
-                "saved one had, by add_param_group where they came late"
-            )
-        for index, (saved_group, group) in enumerate(zip(groups, self.param_groups, strict=True)):
-            try:
-                refuse({"amsgrad": saved_group.get("amsgrad")})
-                seed = choices({**group, "seed": saved_group.get("seed", self.defaults["seed"])})["seed"]
-            except ValueError as error:
-                raise ValueError(f"group {index} of the loaded state does not fit: {error}") from None
-            for number, (name, param), place in zip(saved_group["params"], named(group, index), places, strict=False):
-                saved = others.pop(number, None)
-                if not saved:
-                    continue
-                rule, weight, moments = self._formats(group, param)
-                pairs = list(zip(rule.moments, moments, strict=True))
-                try:
-                    restored[param] = checkpoint.restore(saved, param, weight, pairs, seed, place)
-                except ValueError as error:
-                    raise ValueError(f"the state for {name} does not fit: {error}") from None
-        return others

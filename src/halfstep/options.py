@@ -1,5 +1,6 @@
 """What a param group may say: checked once, where it enters, and kept in one form."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +20,7 @@ _WAYS_OUT = {
 TORCHS = {"amsgrad": False, "foreach": None, "fused": None, "capturable": False, "differentiable": False}
 """Options of torch's groups: all but ``capturable`` ask for nothing here, and are there for those who read them."""
 
-LIVE = ("weights", "moments", "backend", "foreach", "fused", "capturable", "differentiable")
+LIVE = ("weights", "moments", "backend", "layout", "foreach", "fused", "capturable", "differentiable")
 """Options that say how the live optimizer works; a loaded state does not change them."""
 
 
@@ -43,6 +44,8 @@ def checked(group: Mapping[str, Any]) -> dict[str, Any]:
             kept[name] = group[name] if name == "lr" and isinstance(group[name], Tensor) else number
     if "dampening" in group:
         kept["dampening"] = _number("dampening", group["dampening"])
+        if not math.isfinite(kept["dampening"]):
+            raise ValueError(f"dampening={group['dampening']!r}: must be finite")
     if group.get("nesterov") and not (kept["momentum"] > 0 and kept["dampening"] == 0):
         raise ValueError(
             f"nesterov={group['nesterov']!r}: needs momentum > 0 and dampening 0, and these are {kept['momentum']} and "
@@ -80,6 +83,17 @@ def _number(name: str, value: Any) -> float:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
         raise ValueError(f"{name}={value!r}: must be a number, or a tensor of one element") from None
+
+
+def loaded(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a loaded group's options as `checked` does; ``lr`` may be a little less than 0, as schedulers leave it.
+
+    Raises:
+        ValueError: an option has a value that is not allowed.
+    """
+    if not math.isfinite(_number("lr", group["lr"])):
+        raise ValueError(f"lr={group['lr']!r}: must be finite")
+    return {**checked({**group, "lr": 0.0}), "lr": group["lr"]}
 
 
 def _betas(betas: Any) -> tuple[float, ...]:

@@ -29,7 +29,7 @@ from halfstep.gradients import (
     watched,
     widen,
 )
-from halfstep.scales import FLOAT16_CAP, bounds, rounded
+from halfstep.scales import FLOAT16_CAP, bounds, completed, rounded
 from halfstep.tensors import materialized, tensors_in
 
 
@@ -357,24 +357,23 @@ class GradScaler(torch.amp.GradScaler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of ours or of `torch.amp.GradScaler`, whose missing entries stay as they are here.
 
-        A scale outside the bounds (torch's can fall to 0 or rise to infinity) is brought to the nearer, with a warning.
+        A scale outside the bounds is brought to the nearer, with a warning.
 
         Raises:
             RuntimeError: ``state_dict`` is empty, as a disabled scaler's is.
-            ValueError: its scale is NaN, or its bounds are none.
+            ValueError: an entry is missing, unknown or has no meaning, such as a scale of 0 or infinity, to which
+                torch's can fall or rise; nothing has changed then.
         """
         if not (self._enabled and state_dict):
             super().load_state_dict(state_dict)  # which says what is wrong
             return
-        low, high = bounds(state_dict.get("min_scale", self._min_scale), state_dict.get("max_scale", self._max_scale))
-        saved = rounded(state_dict["scale"])
-        if math.isnan(saved):
-            raise ValueError("scale=nan in the loaded state: must be a number; start from a new GradScaler()")
+        own = {"min_scale": self._min_scale, "max_scale": self._max_scale, "hysteresis": self._hysteresis}
+        state = completed(state_dict, own)
+        saved, low, high = rounded(state["scale"]), state["min_scale"], state["max_scale"]
         scale = min(max(saved, low), high)
-        super().load_state_dict({**state_dict, "scale": scale})
+        super().load_state_dict({**state, "scale": scale})
         self._min_scale, self._max_scale = low, high
-        self._hysteresis = int(state_dict.get("hysteresis", self._hysteresis))
-        self._init_patience = int(state_dict.get("_hysteresis_tracker", self._hysteresis))
+        self._hysteresis, self._init_patience = state["hysteresis"], state["_hysteresis_tracker"]
         if self._patience is not None:
             self._patience.fill_(self._init_patience)
         self._watch_floor(scale)

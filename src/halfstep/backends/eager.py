@@ -1,14 +1,14 @@
 """PyTorch operators: the definition of what is right, on every device, in bounded temporary memory."""
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from halfstep import primitives
-from halfstep.backends.pieces import Rows, kinds, pairwise, part_shape, put_back, rows, spans, taken
+from halfstep.backends.pieces import Rows, kinds, pairwise, put_back, rows, spans, taken
 from halfstep.contracts import BLOCK, CHUNK, NOWHERE, Backend, Counter, Format, Job, Kernel, Part, Plan
 from halfstep.formats.counter import first_half, keyed, random_bits, second_half, stream_key
 
@@ -96,10 +96,14 @@ class _Span:
         self._line = Rows(min(self._rows.length, stop - start))
 
     def of(self, part: Part, tensor: Tensor) -> Tensor:
-        """The span of a contiguous tensor of the state; of a shared part, an entry for each block."""
+        """The span of a part, a copy where it is not contiguous; of a shared one, which is, an entry for each block."""
         if part.shared:
             return tensor.view(-1)[self._rows.block(self.start) : self._rows.block(self.stop)]
-        return tensor.view(-1)[self.start : self.stop]
+        return taken(tensor, self.start, self.stop)
+
+    def cut(self, format: Format, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The span of each part of a format."""
+        return [self.of(part, tensor) for part, tensor in zip(format.parts, tensors, strict=True)]
 
     def load(self, format: Format, parts: Sequence[Tensor]) -> Tensor:
         """The values that the span's parts hold in ``format``."""
@@ -137,31 +141,52 @@ class _Span:
 
 
 @torch.no_grad()
+def values(format: Format, parts: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Give the float32 values that ``parts`` hold, a span of bounded size at a time, in row-major order.
+
+    Args:
+        format: the format of ``parts``.
+        parts: shared ones are contiguous, others have any strides.
+    """
+    for start, stop in spans(parts[0].shape, PIECE, bool(format.measure)):
+        span = _Span(parts[0].shape, start, stop, NOWHERE, parts[0].device)
+        yield span.load(format, span.cut(format, parts))
+
+
+@torch.no_grad()
 def convert(
-    source: Format, parts: Sequence[Tensor], target: Format, skip: int = 0, counter: Counter = NOWHERE, use: int = 0
-) -> list[Tensor]:
-    """Return, contiguous, what ``target`` keeps for the values that ``parts`` hold in ``source``.
+    source: Format,
+    parts: Sequence[Tensor],
+    target: Format,
+    made: Sequence[Tensor | None],
+    counter: Counter = NOWHERE,
+    use: int = 0,
+    watch: Callable[[Tensor, Tensor], object] | None = None,
+) -> None:
+    """Write what ``target`` keeps for the values that ``parts`` hold in ``source``.
 
     Args:
         source: the format of ``parts``.
-        parts: the first may have any strides; the others are contiguous.
-        target: the format to keep the values in; its first ``skip`` parts are not made.
-        skip: how many.
+        parts: shared ones are contiguous, others have any strides.
+        target: the format to keep the values in.
+        made: where its parts go, or None for what is not wanted; these may be tensors of ``parts``.
         counter, use: where the random bits come from, where ``target`` takes some.
+        watch: sees the values of each span, and then what ``target`` has of them.
     """
-    first, *rest = (part.detach() for part in parts)
-    shape = first.shape
-    made = [torch.empty(part_shape(p, shape), dtype=p.dtype, device=first.device) for p in target.parts[skip:]]
-    if not made:
-        return made
+    shape, device = parts[0].shape, parts[0].device
     for start, stop in spans(shape, PIECE, bool(source.measure or target.measure)):
-        span = _Span(shape, start, stop, counter, first.device)
-        cut = [span.of(part, tensor) for part, tensor in zip(source.parts[1:], rest, strict=True)]
-        value = span.load(source, [taken(first, start, stop), *cut])
+        span = _Span(shape, start, stop, counter, device)
+        value = span.load(source, span.cut(source, parts))
         kept = span.store(target, value, span.random(use) if target.random else None)
-        for part, tensor, number in zip(target.parts[skip:], made, kept[skip:], strict=True):
-            write(span.of(part, tensor), number)
-    return made
+        pieces = []
+        for part, tensor, number in zip(target.parts, made, kept, strict=True):
+            wanted = tensor is not None
+            pieces.append(span.of(part, tensor) if wanted else number.new_empty(number.shape, dtype=part.dtype))
+            write(pieces[-1], number)
+            if wanted and not part.shared:
+                put_back(tensor, start, stop, pieces[-1])
+        if watch:
+            watch(value, span.load(target, pieces))
 
 
 class Eager(Backend):

@@ -89,7 +89,8 @@ def load_square(code, exponent):
     return root * root
 
 
-_EXPONENT = Part("exponent", torch.uint8, shared=True)
+#: NaN's exponent is the largest.
+_EXPONENT = Part("exponent", torch.uint8, shared=True, largest=(NAN >> 23) - 15)
 
 SIGNED = Format(
     "block8", (Part("code", torch.int8), _EXPONENT), load_signed, store_signed, measure=measure_signed, random=True
