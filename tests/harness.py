@@ -17,6 +17,7 @@ from halfstep.contracts import Counter, Format, Job, Moment, Plan, Rule
 from halfstep.engine import HalfOptimizer
 from halfstep.formats import FLOAT32, GRADS, MOMENTS, WEIGHTS
 from halfstep.rules import RULES
+from halfstep.rules.average import AVERAGE
 
 CPU = torch.device("cpu")
 #: every backend that runs on the CPU: the GPU's does in Triton's interpreter
@@ -40,7 +41,7 @@ for _optimizer in vars(halfstep).values():
     if isinstance(_optimizer, type) and issubclass(_optimizer, HalfOptimizer):
         make: Any = _optimizer
         GROUP |= make([torch.nn.Parameter(torch.zeros(1))]).defaults
-GROUP |= {"weight_decay": 0.01, "momentum": 0.9, "dampening": 0.1}
+GROUP |= {"weight_decay": 0.01, "momentum": 0.9, "dampening": 0.1, "decay": 0.9}
 
 
 def float_of(bits: int) -> float:
@@ -162,7 +163,11 @@ def plans(rule: Rule) -> dict[str, Plan]:
 
 
 PLANS = {f"{name}-{key}": plan for name, rule in RULES.items() for key, plan in plans(rule).items()}
-"""Every plan of every rule."""
+PLANS |= {
+    f"average-{weight}": Plan(AVERAGE, format, (FLOAT32,), GRADS[format.parts[0].dtype], CPU)
+    for weight, format in WEIGHT_FORMATS.items()
+}
+"""Every plan of every optimizer's rule, and the average of a weight of every format."""
 
 
 def assert_jobs_same(a: Sequence[Job], b: Sequence[Job]) -> None:

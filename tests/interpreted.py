@@ -12,6 +12,7 @@ import halfstep
 from halfstep import backends
 from halfstep.backends import gpu, jitted, layout
 from halfstep.contracts import Ahead, Counter, Job, Plan
+from halfstep.ema import EMA
 from halfstep.formats import FLOAT32, GRADS, WEIGHTS
 from halfstep.primitives import VOCABULARY
 from halfstep.rules import RULES
@@ -381,6 +382,28 @@ def test_a_clip_by_another_scaler_raises(half: torch.dtype) -> None:
     halfstep.clip_grad_norm_(optimizer, 1.0)
     with pytest.raises(RuntimeError, match="clip_grad_norm_ was not given the scaler that steps"):
         scaler.step(optimizer)
+
+
+def test_averages_ask_once_for_the_steps_that_the_device_counts(
+    half: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = pair("split16", "float32", half, capturable=True)
+    averages, scalers = [EMA(optimizer, 0.5) for optimizer in both], [halfstep.GradScaler(init_scale=8.0) for _ in both]
+    asked: list[str] = []
+    for number in range(5):
+        for optimizer, ema, scaler in zip(both, averages, scalers, strict=True):
+            scaled(optimizer, scaler, number, INF if number in (0, 3) else None)
+            scaler.step(optimizer)
+            scaler.update()
+            with monkeypatch.context() as patched:
+                for way in ("item", "tolist", "__int__", "__float__", "__bool__", "__index__"):
+                    own = getattr(Tensor, way)
+                    patched.setattr(Tensor, way, lambda *a, own=own, way=way: (asked.append(way), own(*a))[1])
+                ema.update()
+        for one, other in zip(*map(members, both), strict=True):
+            assert_same(averages[0].float32_weight(one), averages[1].float32_weight(other))
+    assert asked == ["tolist"] * 5
+    assert [entry["step"] for entry in averages[0].state_dict()["state"].values()] == [3] * len(members(both[0]))
 
 
 def test_hyperparameters_may_change_and_leave_one_table(half: torch.dtype) -> None:

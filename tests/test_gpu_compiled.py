@@ -34,8 +34,14 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
+#: of what observes a weight, one that is read in each way
+OBSERVING = ("average-split16-bfloat16", "average-split8-float16", "average-master32-float16")
 #: every rule with every pair of formats; gradients are of the param's dtype, others are read by the same instructions
-PLANS = {name: plan for name, plan in harness.PLANS.items() if plan.grad.parts[0].dtype is plan.weight.parts[0].dtype}
+PLANS = {
+    name: plan
+    for name, plan in harness.PLANS.items()
+    if (name in OBSERVING if plan.rule.observes else plan.grad.parts[0].dtype is plan.weight.parts[0].dtype)
+}
 SQUARES = {f"squares-{str(dtype).removeprefix('torch.')}": grad for dtype, grad in GRADS.items()}
 #: rules differ in the number of their scalars: the fewest, and the most
 _COUNTS = [len(rule.scalars(GROUP, 1)) for rule in RULES.values()]
@@ -78,8 +84,11 @@ def memory(name: str) -> Memory:
     """What the kernel called ``name`` moves."""
     if name in PLANS:
         plan = PLANS[name]
-        writes = [part for format in plan.formats for part in format.parts]
-        return Memory([*writes, *plan.grad.parts], writes, tiles.TILE, tiles.TILE, tiles.NARROW * BLOCK)
+        kept = [part for format in plan.formats for part in format.parts]
+        reads, writes = [*kept, *plan.grad.parts], kept
+        if plan.rule.observes:  # it takes no gradient, which compilers see
+            reads, writes = kept, [part for format in plan.moments for part in format.parts]
+        return Memory(reads, writes, tiles.TILE, tiles.TILE, tiles.NARROW * BLOCK)
     if name in SQUARES:
         tile = trees.CHUNKS * CHUNK
         return Memory(SQUARES[name].parts, (), tile, trees.CHUNKS * trees.LANES, tile)

@@ -16,9 +16,9 @@ STOREYS = (
     ("primitives", "contracts"),
     ("rules", "formats"),
     ("backends",),
-    ("options", "tensors", "checkpoint", "report", "schedule", "slots", "engine"),
+    ("options", "tensors", "conversions", "foreign", "checkpoint", "loading", "report", "schedule", "slots", "engine"),
     ("optimizers",),
-    ("gradients", "scales", "floor", "scaler", "clipping", "teaching"),
+    ("gradients", "scales", "floor", "scaler", "clipping", "teaching", "ema", "weights", "torch_state", "safe"),
     ("monitor",),
     ("integrations", "bench", "cli"),
 )
@@ -26,7 +26,7 @@ HEIGHT = {name: height for height, names in enumerate(STOREYS) for name in names
 #: what the package exports may be used by the topmost storey alone
 PACKAGE = len(STOREYS) - 1
 #: a leaf that anyone may import, and which imports nothing of ours
-LEAVES = ("products",)
+LEAVES = ("products", "files")
 #: what is imported late, so that it is loaded only where it is wanted
 LAZY = {"numba", "llvmlite", "triton", "typer", "rich", "matplotlib", "accelerate", "transformers", "lightning"}
 LAZY |= {"labml_nn", "deepspeed", "optimi", "bitsandbytes", "torchao"}

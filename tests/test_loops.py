@@ -45,7 +45,8 @@ HERE = "aarch64" if platform.machine().lower() in ("arm64", "aarch64") else "x86
 
 def loops_of(plan: Plan) -> int:
     """How many loops are over elements: the update's, that of what waits for its store, and that of blocks' codes."""
-    waits = any(format.random or format.parts[0].dtype is not torch.float32 for format in plan.formats)
+    written = plan.moments if plan.rule.observes else plan.formats
+    waits = any(format.random or format.parts[0].dtype is not torch.float32 for format in written)
     return 1 + waits + plan.in_blocks
 
 

@@ -198,7 +198,7 @@ class Entry:
     def _weight_in(self, saved: dict[str, Any]) -> tuple[Format, Sequence[Tensor]] | None:
         """Take the weight's parts out of ``saved``; return them behind the param, and their format."""
         param, bits = self._param, saved.pop("mantissa", None)
-        if bits is not None and bits not in _MANTISSAS:
+        if bits is not None and (type(bits) is not int or bits not in _MANTISSAS):
             raise ValueError(f"its mantissa is {bits!r}, which no format has")
         held = sorted(_weight_keys().intersection(saved))
         if not held:

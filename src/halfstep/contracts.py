@@ -45,12 +45,14 @@ class Rule:
         scalars: ``scalars(group, step) -> numbers``, computed in float64 from a param group and the number of this step
             (from 1); each is rounded once to float32. ``group["lr"]``, a number, may be multiplied by others, and added
             to or subtracted from them, and nothing else. In the long run they do not change with the step.
+        observes: ``update`` leaves the weight alone: it returns the moments only, and nothing of the weight is written.
     """
 
     name: str
     moments: tuple[Moment, ...]
     update: Callable[..., Any]
     scalars: Callable[[Mapping[str, Any], int], tuple[Any, ...]]
+    observes: bool = False
 
 
 @dataclass(frozen=True)

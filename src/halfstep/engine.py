@@ -161,7 +161,7 @@ class HalfOptimizer(torch.optim.Optimizer):
         if any(float(group["lr"]) for group in self.param_groups):
             return False
         due = [(place, *each) for place, each in enumerate(self._named()) if each[-1].grad is not None]
-        grads = [param.grad for *_, param in due]
+        grads = [grad for *_, param in due if (grad := param.grad) is not None]
         if not grads or any(grad.layout is not torch.strided or grad.count_nonzero() for grad in grads):
             return False
         for place, _, group, name, param in due:
@@ -294,12 +294,17 @@ class HalfOptimizer(torch.optim.Optimizer):
         Exactness:
             The very weight that the next step starts from.
         """
-        for _, group, name, member in self._named():
+        for member, weight in self._float32_weights():
             if member is param:
-                return checkpoint.decode(*self._held(group, name, param))
+                return weight()
         raise ValueError(
             f"the param of shape {tuple(param.shape)} is none of this optimizer's: pass one of its groups'"
         )
+
+    def _float32_weights(self) -> Iterator[tuple[Tensor, Callable[[], Tensor]]]:
+        """Give each param, and what makes its float32 weight."""
+        for _, *held in self._named():
+            yield held[-1], lambda held=held: checkpoint.decode(*self._held(*held))
 
     def _held(self, group: dict[str, Any], name: str, param: Tensor) -> tuple[Format, tuple[Tensor, ...]]:
         """Return the format of a param's weight and its parts: the param, and what is kept beside it."""

@@ -44,7 +44,7 @@ class Loading:
         held: Callable[[dict[str, Any], str, Tensor], Held],
         states: Mapping[Tensor, dict[str, Any]],
     ) -> None:
-        saved_groups, saved_states = _parts(state_dict)
+        saved_groups, saved_states = parts(state_dict)
         sizes, own = ([len(group["params"]) for group in each] for each in (saved_groups, groups))
         if sizes != own:
             raise ValueError(
@@ -64,9 +64,9 @@ class Loading:
                 raise ValueError(f"group {index} of the loaded state does not fit: {error}") from None
             self.groups.append(options)
             for number, (name, param), place in zip(saved_group["params"], named(group, index), places, strict=False):
-                saved, ours = saved_states.get(number), "weights" in saved_group
+                saved, ours = saved_states.get(number, {}), "weights" in saved_group
                 try:
-                    entry = foreign.entry(_mapping(saved), saved_group, param) if saved else {}
+                    entry = foreign.entry(_mapping(saved), saved_group, param)
                     if entry:
                         rule, weight, moments = formats(options, param)
                         # others say nothing of the weight, which stays as it is
@@ -98,7 +98,7 @@ def check_mapping(state_dict: Any) -> None:
         raise ValueError(f"the loaded state is a {type(state_dict).__name__}, not the dict of an optimizer's state")
 
 
-def _parts(state_dict: Any) -> tuple[list[dict[str, Any]], dict[Any, Any]]:
+def parts(state_dict: Any) -> tuple[list[dict[str, Any]], dict[Any, Any]]:
     """Return a state_dict's groups and states."""
     check_mapping(state_dict)
     if missing := [name for name in ("state", "param_groups") if name not in state_dict]:

@@ -17,6 +17,10 @@ _WAYS_OUT = {
     "differentiable": "a step cannot be differentiated; leave it out, or use torch.optim with float32 params",
 }
 
+_FLAGS = (
+    "capturable", "maximize", "nesterov", "decoupled_weight_decay", "absolute_weight_decay", "optimized_update",
+)  # fmt: skip
+
 TORCHS = {"amsgrad": False, "foreach": None, "fused": None, "capturable": False, "differentiable": False}
 """Options of torch's groups: all but ``capturable`` ask for nothing here, and are there for those who read them."""
 
@@ -32,9 +36,9 @@ def checked(group: Mapping[str, Any]) -> dict[str, Any]:
     """
     refuse(group)
     kept = {**group, **choices(group)}
-    if not isinstance(group["capturable"], bool | None):
-        raise ValueError(f"capturable={group['capturable']!r}: must be True or False")
-    kept["capturable"] = bool(group["capturable"])
+    for name in _FLAGS:
+        if name in group:
+            kept[name] = _flag(name, group[name])
     for name in ("lr", "eps", "weight_decay", "momentum"):
         if name in group:
             number = _number(name, group[name])
@@ -72,8 +76,14 @@ def choices(group: Mapping[str, Any]) -> dict[str, Any]:
 def refuse(group: Mapping[str, Any]) -> None:
     """Raise for an option of torch's that has no meaning here, unless it asks for nothing."""
     for name, way_out in _WAYS_OUT.items():
-        if group.get(name):
+        if _flag(name, group.get(name)):
             raise ValueError(f"{name}={group[name]!r}: {way_out}")
+
+
+def _flag(name: str, value: Any) -> bool:
+    if value is None or (isinstance(value, int) and value in (0, 1)):
+        return bool(value)
+    raise ValueError(f"{name}={value!r}: must be True or False")
 
 
 def _number(name: str, value: Any) -> float:

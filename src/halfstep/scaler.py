@@ -364,7 +364,7 @@ class GradScaler(torch.amp.GradScaler):
             ValueError: an entry is missing, unknown or has no meaning, such as a scale of 0 or infinity, to which
                 torch's can fall or rise; nothing has changed then.
         """
-        if not (self._enabled and state_dict):
+        if not self._enabled or (isinstance(state_dict, dict) and not state_dict):
             super().load_state_dict(state_dict)  # which says what is wrong
             return
         own = {"min_scale": self._min_scale, "max_scale": self._max_scale, "hysteresis": self._hysteresis}

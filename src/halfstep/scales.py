@@ -28,7 +28,7 @@ def _whole(least: int) -> Callable[[Any], bool]:
 
 
 def _real(low: float, high: float) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, int | float) and low < value < high
+    return lambda value: type(value) in (int, float) and low < value < high
 
 
 #: What each entry of a scaler's state may be, in words and as a test.
@@ -51,6 +51,8 @@ def completed(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any
     Raises:
         ValueError: an entry is missing, unknown or has no meaning; the text names it.
     """
+    if not isinstance(saved, Mapping):
+        raise ValueError(f"the loaded state is a {type(saved).__name__}, not the dict of a scaler's state")
     state = {**own, **saved}
     state.setdefault("_hysteresis_tracker", state["hysteresis"])
     for name, (allowed, fits) in _ENTRIES.items():

@@ -6,6 +6,7 @@ import torch
 
 from halfstep import checkpoint
 from halfstep.engine import HalfOptimizer
+from halfstep.gradients import innermost
 
 #: What torch's groups do not have.
 _OURS = ("weights", "moments", "backend", "layout", "seed", "optimized_update", "absolute_weight_decay")
@@ -32,10 +33,11 @@ def torch_state_dict(optimizer: HalfOptimizer) -> dict[str, Any]:
     Exactness:
         The moments that the next step here would read, bit for bit.
     """
+    optimizer = innermost(optimizer)
     if not isinstance(optimizer, HalfOptimizer):
         raise TypeError(
-            f"optimizer={type(optimizer).__name__}: must be one of halfstep's; unwrap it first, as an AcceleratedOptimizer "
-            "has it under .optimizer, and of torch's own take its state_dict()"
+            f"optimizer is a {type(optimizer).__module__}.{type(optimizer).__qualname__}: must be one of halfstep's; "
+            "of torch's own call state_dict()"
         )
     packed = optimizer.state_dict()
     groups = [{name: value for name, value in group.items() if name not in _OURS} for group in packed["param_groups"]]
@@ -47,5 +49,5 @@ def torch_state_dict(optimizer: HalfOptimizer) -> dict[str, Any]:
             if step > 2**24:
                 raise ValueError(f"{name} has had {step} steps: torch counts in float32, exactly up to {2**24}")
             states[number] = {"step": torch.tensor(float(step), dtype=torch.float32)}
-            states[number] |= {moment.name: checkpoint.decode(*kept) for moment, *kept in moments}
+            states[number] |= {moment.name: checkpoint.decode(format, parts) for moment, format, parts in moments}
     return {"state": states, "param_groups": groups}

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from halfstep.cli.files import to_json, write_atomically, write_text
+from halfstep.cli.files import to_json, write_text
+from halfstep.files import write_atomically
 from halfstep.cli.metrics import Metrics
 
 

@@ -204,8 +204,10 @@ class Eager(Backend):
 
     def compile(self, plan: Plan) -> Kernel:
         update = bind(plan.rule.update)
-        saturates = bind(plan.weight.saturates) if plan.weight.saturates else None
-        uses = plan.uses
+        observes, uses = plan.rule.observes, plan.uses
+        saturates = bind(plan.weight.saturates) if plan.weight.saturates and not observes else None
+        # the first of the formats whose parts are written
+        first = int(observes)
 
         def step(job: Job) -> Tensor | int:
             saturated: Tensor | int = 0
@@ -220,11 +222,14 @@ class Eager(Backend):
                 new = update(values[0], grad, *values[1:], *scalars)
                 if saturates:
                     saturated = saturated + saturates(new[0]).sum()
-                for format, parts, value, use in zip(plan.formats, kept, new, uses, strict=True):
+                for format, parts, value, use in zip(
+                    plan.formats[first:], kept[first:], new, uses[first:], strict=True
+                ):
                     stored = span.store(format, value, None if use is None else span.random(use))
                     for part, number in zip(parts, stored, strict=True):
                         write(part, number)
-                put_back(job.param, start, stop, param)
+                if not observes:
+                    put_back(job.param, start, stop, param)
             return saturated
 
         return lambda jobs: [step(job) for job in jobs]

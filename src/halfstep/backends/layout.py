@@ -65,4 +65,5 @@ def _staged(plan: Plan, k: int, job: Job, run: Callable[[Sequence[Row]], None]) 
         state = [tensor.view(-1)[ends[part.shared]] for part, tensor in zip(parts, job.state, strict=True)]
         # a span is a number of rows, or a part of one that begins on a block
         run([_row(k, job, param, grad, state, start, min(layout.length, stop - start))])
-        put_back(job.param, start, stop, param)
+        if not plan.rule.observes:
+            put_back(job.param, start, stop, param)

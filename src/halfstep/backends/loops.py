@@ -217,6 +217,8 @@ class _Source:
         self.names |= {"wide": wide, "fetch": fetch, "int32": np.int32, "int64": np.int64}
         # what is kept as float32, as it is, need not wait
         simple = [format.parts[0].dtype is torch.float32 and not format.random for format in plan.formats]
+        # nor does what is not written
+        simple[0] |= plan.rule.observes
         self.waiting = [j for j in range(len(simple)) if not simple[j]]
         buffers = [*((f"{j}", np.float32) for j in self.waiting), *((f"_measured{j}", np.int32) for j in self.measured)]
         scopes = len(self.parts) + len(buffers)
@@ -238,6 +240,8 @@ class _Source:
             first = parts.stop
             self.names |= {f"load{j}": bind(format.load), f"store{j}": bind(format.store)}
             loads.append(f"v{j} = load{j}({', '.join(map(self._read, parts))})")
+            if plan.rule.observes and j == 0:
+                continue
             value = f"v{j}"
             if j in self.waiting:
                 kept.append(f"note{j}(b{j}, i, v{j})")
@@ -255,16 +259,16 @@ class _Source:
             results = [f"s{k}" if k in own else f"e{k}" for k in parts]
             then.append(f"{', '.join(results)}, = store{j}({value})")
             then += [f"write{k}(a{k}, {place} + i, s{k})" for k in own]
-        if plan.weight.saturates:
+        if plan.weight.saturates and not plan.rule.observes:
             self.names["saturates"] = bind(plan.weight.saturates)
             (stores if 0 in self.waiting else kept).append("counted = tally(counted, saturates(v0))")
         values = [f"v{j}" for j in range(len(plan.formats))]
         arguments = [values[0], "grad", *values[1:], *(f"c{k}" for k in self.scalars[1:])]
         step = [
             f"grad = load_grad({self._read(first)}) * c0",
-            f"{', '.join(values)}, = update({', '.join(arguments)})",
+            f"{', '.join(values[plan.rule.observes :])}, = update({', '.join(arguments)})",
         ]
-        return [*loads, *step, *kept], [*random, *stores], codes
+        return [*loads, *step, *kept], [*random, *stores] if stores else [], codes
 
     def _read(self, part: int) -> str:
         return f"e{part}" if self.parts[part].shared else f"read{part}(a{part}, first + i)"

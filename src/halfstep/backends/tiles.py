@@ -130,6 +130,8 @@ class _Source:
             self.names |= {f"load{j}": bind(format.load), f"store{j}": bind(format.store)}
             loads += [self._read(k, wide) for k in own]
             loads.append(f"v{j} = load{j}({', '.join(f'x{k}' for k in own)})")
+            if plan.rule.observes and j == 0:
+                continue
             value = f"v{j}"
             if use is not None:
                 value += f", {'second' if use % 2 else 'first'}_half(h{use // 2})"
@@ -143,9 +145,10 @@ class _Source:
             stores += [self._write(k, wide) for k in own]
         values = [f"v{j}" for j in range(len(plan.formats))]
         arguments = [values[0], "grad", *values[1:], *(f"c{n}" for n in self.scalars[1:])]
-        update = [f"grad = load_grad(x{first}) * c0", f"{', '.join(values)}, = update({', '.join(arguments)})"]
+        results = ", ".join(values[plan.rule.observes :])
+        update = [f"grad = load_grad(x{first}) * c0", f"{results}, = update({', '.join(arguments)})"]
         counted = []
-        if plan.weight.saturates:
+        if plan.weight.saturates and not plan.rule.observes:
             self.names["saturates"] = bind(plan.weight.saturates)
             counted += ["count = tl.sum((saturates(v0) & inside).to(tl.int32))", "if count > 0:"]
             counted += ["    tl.atomic_add(saturated + job, count.to(tl.int64), sem='relaxed')"]

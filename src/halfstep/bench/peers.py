@@ -85,7 +85,7 @@ def _optimi(params: list[Parameter]) -> torch.optim.Optimizer:
 
 
 def _bitsandbytes(params: list[Parameter]) -> torch.optim.Optimizer:
-    from bitsandbytes.optim import AdamW8bit  # pyright: ignore[reportMissingImports]
+    from bitsandbytes.optim.adamw import AdamW8bit  # pyright: ignore[reportMissingImports]
 
     return AdamW8bit(params, lr=LR, weight_decay=DECAY)
 

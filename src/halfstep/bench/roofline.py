@@ -9,7 +9,7 @@ from matplotlib.ticker import FuncFormatter
 
 from halfstep.bench.results import Measured, Row
 from halfstep.bench.subjects import IN_PLACE, TRIAD
-from halfstep.cli.files import write_atomically
+from halfstep.files import write_atomically
 
 #: a marker a dtype, so that they are told apart without colour too
 MARKERS = {"bfloat16": "o", "float16": "D", "float32": "s"}

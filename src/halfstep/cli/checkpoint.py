@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from halfstep.cli.errors import InputError
-from halfstep.cli.files import write_atomically
 from halfstep.cli.settings import Settings
 from halfstep.cli.text import Text
 from halfstep.cli.training import Training
+from halfstep.files import write_atomically
 
 NAME = "checkpoint.pt"
 

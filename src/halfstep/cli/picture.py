@@ -8,8 +8,8 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from halfstep.cli.files import write_atomically
 from halfstep.cli.metrics import Row
+from halfstep.files import write_atomically
 
 Points = Sequence[tuple[int, float]]
 

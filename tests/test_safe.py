@@ -1,0 +1,141 @@
+"""Safetensors files: what goes in comes out, tensors tied or not, and a file that is none is refused by name."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+import halfstep
+from harness import assert_same
+from test_state import PAIRS, Run
+from training import assert_alike
+
+
+def assert_equal(a: Any, b: Any) -> None:
+    """Raise unless both are the same, type for type and bit for bit."""
+    assert type(a) is type(b)
+    if isinstance(a, Tensor):
+        assert_same(a, b)
+    elif isinstance(a, dict):
+        assert list(a) == list(b)
+        assert [type(key) for key in a] == [type(key) for key in b]
+        for key in a:
+            assert_equal(a[key], b[key])
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b)
+        for one, other in zip(a, b, strict=True):
+            assert_equal(one, other)
+    else:
+        assert a == b or (a != a and b != b)
+
+
+@pytest.mark.parametrize(("weights", "moments"), PAIRS)
+def test_p19_six_and_six_steps_through_a_file_are_twelve(
+    weights: str, moments: str, half: torch.dtype, tmp_path: Path
+) -> None:
+    options = {"weights": weights, "moments": moments, "seed": 7}
+    whole, first = Run(0, half, "AdamW", **options), Run(0, half, "AdamW", **options)
+    whole.train(range(12))
+    first.train(range(6))
+    halfstep.save_safetensors(first.state(), tmp_path / "run.safetensors")
+    second = Run(1, half, "AdamW", **{**options, "seed": 8})
+    second.load(halfstep.load_safetensors(tmp_path / "run.safetensors"))
+    second.train(range(6, 12))
+    assert_alike(second.optimizer, whole.optimizer)
+    assert second.scaler.state_dict() == whole.scaler.state_dict()
+
+
+def test_all_that_a_state_may_hold_comes_back(tmp_path: Path) -> None:
+    tensors = [
+        torch.arange(6).to(dtype).view(2, 3)
+        for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+        + (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool)
+    ]
+    state = {
+        "a": {"b.c": tensors[0], "b": {"c": tensors[1]}, 0: tensors[2], "0": tensors[3]},
+        "rest": [*tensors[4:], torch.tensor(7.5), torch.zeros(0, 3), torch.tensor(math.nan)],
+        "numbers": (0.1, -0.0, math.inf, math.nan, 2**80, -3, True, None, "x\n", 5e-324),
+        ("tuple", 1): {},
+        "empty": [(), [], {}, ""],
+        "dtype": torch.bfloat16,
+        "strided": tensors[2].t(),
+        None: [[[]]],
+    }
+    halfstep.save_safetensors(state, tmp_path / "all.safetensors")
+    found = halfstep.load_safetensors(tmp_path / "all.safetensors")
+    assert_equal(found, {**state, "strided": state["strided"].contiguous()})
+    assert str(found["numbers"][1]) == "-0.0"
+    halfstep.save_safetensors({}, tmp_path / "none.safetensors")
+    assert halfstep.load_safetensors(tmp_path / "none.safetensors") == {}
+
+
+def test_names_and_tensors_make_a_plain_file(tmp_path: Path) -> None:
+    file, tensor = tmp_path / "plain.safetensors", torch.randn(4, 6)
+    flat = {"a.weight": tensor, "tied": tensor, "part": tensor[:2], "turned": tensor.t(), "n": torch.tensor(3)}
+    halfstep.save_safetensors(flat, file)
+    theirs = safetensors.torch.load_file(file)
+    assert set(theirs) == {"a.weight", "part", "turned", "n"}
+    for name, value in theirs.items():
+        assert_same(value, flat[name].contiguous())
+    ours = halfstep.load_safetensors(file)
+    assert set(ours) == set(flat)
+    assert_same(ours["tied"], tensor)
+    # and another's file is read
+    safetensors.torch.save_file({"w": tensor}, tmp_path / "theirs.safetensors")
+    assert_same(halfstep.load_safetensors(tmp_path / "theirs.safetensors")["w"], tensor)
+
+
+def test_a_tied_model_goes_through_the_librarys_own_functions(tmp_path: Path) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.second.weight = self.first.weight
+
+    model, other = Tied(), Tied()
+    halfstep.save_safetensors(model.state_dict(), tmp_path / "tied.safetensors")
+    assert safetensors.torch.load_model(other, tmp_path / "tied.safetensors") == (set(), [])
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert_same(one.detach(), two.detach())
+    safetensors.torch.save_model(model, str(tmp_path / "theirs.safetensors"))
+    other.load_state_dict(halfstep.load_safetensors(tmp_path / "theirs.safetensors"))
+
+
+def test_what_cannot_be_kept_is_named_and_leaves_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "state.safetensors"
+    halfstep.save_safetensors({"w": torch.ones(2)}, file)
+    before = file.read_bytes()
+    for state, text in (
+        ({"a": [1, {"b": object()}]}, r"the state's a\.1\.b is a object, which a safetensors file cannot keep: it has"),
+        ({"a": {3: torch.ones(2).to_sparse()}}, r"the state's a\.3 is a tensor of layout torch.sparse_coo on cpu"),
+        ({1, 2}, r"the state's top is a set, which a safetensors file cannot keep"),
+        ({"w": torch.ones(2, device="meta")}, r"the state's w is a tensor of layout torch.strided on meta"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            halfstep.save_safetensors(state, file)
+        assert file.read_bytes() == before
+        assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_file_that_is_none_or_cut_short_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "state.safetensors"
+    halfstep.save_safetensors({"w": torch.ones(200), "n": {"x": 1}}, file)
+    whole = file.read_bytes()
+    for content in (
+        b"",
+        b"hello",
+        whole[:4],
+        whole[:60],
+        whole[:-1],
+        b"\xff" * 80,
+        whole.replace(b'\\"w\\"', b'\\"w,\\"'),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=r"state\.safetensors is no safetensors file that can be read, or is cut"):
+            halfstep.load_safetensors(file)
+    with pytest.raises(FileNotFoundError, match="there is no such file"):
+        halfstep.load_safetensors(tmp_path / "absent.safetensors")
