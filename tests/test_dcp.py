@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 import halfstep
 from test_state import PAIRS, Run
@@ -30,7 +31,7 @@ def saved(run: Run, form: StateDictOptions, folder: Path) -> None:
         "optimizer": get_optimizer_state_dict(run.model, run.optimizer, options=form),
         "scaler": run.scaler.state_dict(),
     }
-    dcp.save(state, checkpoint_id=folder)
+    save(state, checkpoint_id=folder)
 
 
 def loaded(run: Run, form: StateDictOptions, folder: Path) -> None:
@@ -39,7 +40,7 @@ def loaded(run: Run, form: StateDictOptions, folder: Path) -> None:
         "optimizer": get_optimizer_state_dict(run.model, run.optimizer, options=form),
         "scaler": run.scaler.state_dict(),
     }
-    dcp.load(state, checkpoint_id=folder)
+    load(state, checkpoint_id=folder)
     run.model.load_state_dict(state["model"])
     set_optimizer_state_dict(run.model, run.optimizer, state["optimizer"], options=form)
     run.scaler.load_state_dict(state["scaler"])
@@ -94,7 +95,7 @@ def test_p19_dcps_fake_step_leaves_no_trace(name: str, options: dict[str, Any], 
     looked, other = nn.Linear(64, 70, dtype=half), nn.Linear(64, 70, dtype=half)
     other.load_state_dict(looked.state_dict())
     seen, unseen = (make(name, model.parameters(), **options) for model in (looked, other))
-    state = get_optimizer_state_dict(looked, seen)
+    state: Any = get_optimizer_state_dict(looked, seen)
     assert all(entry["step"] == 0 for entry in state["state"].values())
     assert all(param.grad is None for param in members(seen))
     for optimizer in (seen, unseen):

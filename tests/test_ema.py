@@ -274,6 +274,19 @@ def test_a_step_that_only_looks_for_states_is_none(half: torch.dtype, backend: s
         assert_same(got, average)
 
 
+def test_it_begins_at_any_step(half: torch.dtype, backend: str) -> None:
+    optimizer, _ = run(half, backend)
+    drive(optimizer, range(2))
+    ema = EMA(optimizer, 0.5)
+    want = weights_of(optimizer)
+    with torch.no_grad():
+        members(optimizer)[0].add_(1)
+    ema.update()
+    for got, average in zip(averages(optimizer, ema), want, strict=True):
+        assert_same(got, average)
+    assert {entry["step"] for entry in ema.state_dict()["state"].values()} == {2}
+
+
 def test_a_param_that_joins_begins_as_it_is(half: torch.dtype, backend: str) -> None:
     first, late = params(half, [(6, 5)] * 2)
     optimizer = make("SGD", [first], backend=backend, lr=0.1)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -127,7 +127,7 @@ def spoil(draw: Callable[[st.SearchStrategy], Any], state: Any) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:.*weights went past:RuntimeWarning", "ignore:Casting complex values:UserWarning")
-@settings(max_examples=2500, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
+@settings(max_examples=2500, deadline=None, derandomize=True, database=None)
 @given(data=st.data())
 def test_p20_a_spoiled_state_loads_as_a_whole_or_changes_nothing(data: st.DataObject) -> None:
     state = copy.deepcopy(data.draw(st.sampled_from(STATES)))

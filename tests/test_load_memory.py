@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,8 @@ def peak(function: Callable[[], object]) -> int:
     assert profile.profiler is not None
     assert profile.profiler.kineto_results is not None
     held = most = 0
-    for event in profile.profiler.kineto_results.events():
+    events: Any = profile.profiler.kineto_results.events()
+    for event in events:
         if event.name() == "[memory]":
             held += event.nbytes()
             most = max(most, held)

@@ -50,11 +50,9 @@ def test_p19_six_and_six_steps_through_a_file_are_twelve(
 
 
 def test_all_that_a_state_may_hold_comes_back(tmp_path: Path) -> None:
-    tensors = [
-        torch.arange(6).to(dtype).view(2, 3)
-        for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-        + (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool)
-    ]
+    floats = torch.float16, torch.bfloat16, torch.float32, torch.float64
+    integers = torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool
+    tensors = [torch.arange(6).to(dtype).view(2, 3) for dtype in (*floats, *integers)]
     state = {
         "a": {"b.c": tensors[0], "b": {"c": tensors[1]}, 0: tensors[2], "0": tensors[3]},
         "rest": [*tensors[4:], torch.tensor(7.5), torch.zeros(0, 3), torch.tensor(math.nan)],
@@ -125,15 +123,7 @@ def test_a_file_that_is_none_or_cut_short_is_named(tmp_path: Path) -> None:
     file = tmp_path / "state.safetensors"
     halfstep.save_safetensors({"w": torch.ones(200), "n": {"x": 1}}, file)
     whole = file.read_bytes()
-    for content in (
-        b"",
-        b"hello",
-        whole[:4],
-        whole[:60],
-        whole[:-1],
-        b"\xff" * 80,
-        whole.replace(b'\\"w\\"', b'\\"w,\\"'),
-    ):
+    for content in (b"", b"hello", whole[:4], whole[:60], whole[:-1], b"\xff" * 80, whole.replace(b"dict", b"list")):
         file.write_bytes(content)
         with pytest.raises(ValueError, match=r"state\.safetensors is no safetensors file that can be read, or is cut"):
             halfstep.load_safetensors(file)

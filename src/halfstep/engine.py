@@ -1,5 +1,6 @@
 """HalfOptimizer: from param groups to plans, and from plans to the backend that steps them."""
 
+import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -303,8 +304,8 @@ class HalfOptimizer(torch.optim.Optimizer):
 
     def _float32_weights(self) -> Iterator[tuple[Tensor, Callable[[], Tensor]]]:
         """Give each param, and what makes its float32 weight."""
-        for _, *held in self._named():
-            yield held[-1], lambda held=held: checkpoint.decode(*self._held(*held))
+        for _, *where, param in self._named():
+            yield param, functools.partial(lambda *held: checkpoint.decode(*self._held(*held)), *where, param)
 
     def _held(self, group: dict[str, Any], name: str, param: Tensor) -> tuple[Format, tuple[Tensor, ...]]:
         """Return the format of a param's weight and its parts: the param, and what is kept beside it."""

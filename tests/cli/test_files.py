@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from halfstep.cli.files import to_json, write_text
-from halfstep.files import write_atomically
 from halfstep.cli.metrics import Metrics
+from halfstep.files import write_atomically
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:

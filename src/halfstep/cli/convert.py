@@ -52,7 +52,7 @@ def convert(
         TimeElapsedColumn(),
         TextColumn("{task.description}"),
     )
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=conversions.params)
         content = conversions.convert(lambda name: progress.update(task, advance=1, description=name))
     for line in conversions.summary():

@@ -238,8 +238,8 @@ class Conversions:
             value = _at(self._content, self._models[0])[name]
             return nn.Parameter(value.clone(), requires_grad=False)
         if self._asked.get("weights") or self._aim == "torch" or "remainder" in saved or "master" in saved:
-            raise InputError(
-                f"IN: {name} cannot be converted without the model: the float32 weight is in both; give a checkpoint "
+            raise ValueError(
+                f"{name} cannot be converted without the model: the float32 weight is in both; give a checkpoint "
                 "that holds the model's state beside the optimizer's"
             )
         shapes = [tensor.shape for key, tensor in saved.items() if _moment(key) and isinstance(tensor, Tensor)]
