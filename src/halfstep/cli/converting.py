@@ -217,8 +217,10 @@ class Conversions:
                 name = names[place] if names else f"param {number}"
                 param = self._param(name, saved, names)
                 optimizer = self._optimizer(name, param, group, saved)
-                # a param's stream of random bits is its place among all
-                one = {**saved, "stream": saved.get("stream", place)} if saved else saved
+                _, weight, moments = optimizer._formats(optimizer.param_groups[0], param)
+                # a param's stream of random bits is its place among all, not that among one
+                placed = {"stream": place} if saved and any(format.random for format in (weight, *moments)) else {}
+                one = {**placed, **saved}
                 optimizer.load_state_dict({"state": {0: one}, "param_groups": [{**_options(group), "params": [0]}]})
                 self.conversions += optimizer.conversions()
                 made = optimizer.state_dict() if self._aim == "halfstep" else torch_state_dict(optimizer)
