@@ -1,6 +1,5 @@
 """HalfOptimizer: from param groups to plans, and from plans to the backend that steps them."""
 
-import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -159,11 +158,10 @@ class HalfOptimizer(torch.optim.Optimizer):
 
         torch.distributed.checkpoint steps so, to see what states there will be; no count of steps may come of it.
         """
-        if any(float(group["lr"]) for group in self.param_groups):
-            return False
         due = [(place, *each) for place, each in enumerate(self._named()) if each[-1].grad is not None]
         grads = [grad for *_, param in due if (grad := param.grad) is not None]
-        if not grads or any(grad.layout is not torch.strided or grad.count_nonzero() for grad in grads):
+        rates = (float(group["lr"]) for group in self.param_groups)
+        if not grads or any(rates) or any(g.layout is not torch.strided or g.count_nonzero() for g in grads):
             return False
         for place, _, group, name, param in due:
             slot = self._slot(group, name, param)
@@ -304,8 +302,8 @@ class HalfOptimizer(torch.optim.Optimizer):
 
     def _float32_weights(self) -> Iterator[tuple[Tensor, Callable[[], Tensor]]]:
         """Give each param, and what makes its float32 weight."""
-        for _, *where, param in self._named():
-            yield param, functools.partial(lambda *held: checkpoint.decode(*self._held(*held)), *where, param)
+        for _, group, name, param in self._named():
+            yield param, lambda held=(group, name, param): checkpoint.decode(*self._held(*held))
 
     def _held(self, group: dict[str, Any], name: str, param: Tensor) -> tuple[Format, tuple[Tensor, ...]]:
         """Return the format of a param's weight and its parts: the param, and what is kept beside it."""
@@ -363,7 +361,7 @@ class HalfOptimizer(torch.optim.Optimizer):
 
     def conversions(self) -> list[Conversion]:
         """Return what the last `load_state_dict` had to convert, and how many values were rounded on the way."""
-        return list(self._conversions)
+        return self._conversions[:]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state: ours, torch's AdamW's, or the teaching implementation's. No dtype is changed.
