@@ -160,3 +160,17 @@ def test_a_run_begun_by_dcp_equals_one_that_was_not(half: torch.dtype) -> None:
     for each in (optimizer, other):
         drive(each, range(4))
     assert_alike(optimizer, other)
+
+
+def test_p20_what_a_flattened_state_lacks_is_taken_as_missing(half: torch.dtype) -> None:
+    # torch hands over {} for each entry that only the live state has, here the stream of random bits
+    source, target = Run(0, half, "AdamW", weights="split16"), Run(0, half, "AdamW", weights="split8")
+    source.train(range(3))
+    target.train(range(1))
+    target.model.load_state_dict(source.model.state_dict())
+    state = get_optimizer_state_dict(source.model, source.optimizer, options=FORMS["flattened"])
+    set_optimizer_state_dict(target.model, target.optimizer, state, options=FORMS["flattened"])
+    assert {each.what for each in target.optimizer.conversions()} == {"weight"}
+    for place, param in enumerate(members(target.optimizer)):
+        assert target.optimizer.state[param]["stream"] == place
+    target.train(range(3, 5))
