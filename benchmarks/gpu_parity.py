@@ -137,7 +137,8 @@ def _steps_agree(plan: Plan, device: torch.device, cases: Sequence[Case]) -> Non
     memories: list[tuple[Tensor, int, int]] = []
     for number, (shape, before, wild) in enumerate(cases):
         param = content(shape, number, 0.1, wild).to(plan.weight.parts[0].dtype)
-        state = tuple(fresh(param, plan.weight, list(zip(plan.rule.moments, plan.moments, strict=True))).values())
+        made = fresh(param, plan.weight, list(zip(plan.rule.moments, plan.moments, strict=True)))
+        state = tuple(part for part in made.values() if isinstance(part, Tensor))
         theirs.append(Job(param, param, state, ()))
         there, *kept = (_fenced(memories, part, before, device) for part in (param, *state))
         mine.append(Job(there, there, tuple(kept), ()))

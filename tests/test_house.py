@@ -104,6 +104,7 @@ def test_the_public_names() -> None:
     names = {
         "Adam",
         "AdamFP16",
+        "EMA",
         "AdamW",
         "GradScaler",
         "GradScalerFP16",
@@ -111,6 +112,11 @@ def test_the_public_names() -> None:
         "SGD",
         "WeightDecay",
         "clip_grad_norm_",
+        "float32_state_dict",
+        "load_safetensors",
+        "load_weights",
+        "save_safetensors",
+        "torch_state_dict",
     }
     assert names <= set(halfstep.__all__)
     assert all(getattr(halfstep, name).__doc__ for name in halfstep.__all__)

@@ -59,7 +59,8 @@ def test_sgd_decays_the_weight_where_it_is_decoupled(backend: str) -> None:
 
 
 def test_sgd_keeps_a_buffer_only_for_momentum(half: torch.dtype, backend: str) -> None:
-    for momentum, kept in ((0.0, {"step", "remainder"}), (0.9, {"step", "remainder", "momentum_buffer"})):
+    beside = {"step", "mantissa", "remainder"}
+    for momentum, kept in ((0.0, beside), (0.9, {*beside, "momentum_buffer"})):
         param = torch.nn.Parameter(torch.ones(4, dtype=half))
         optimizer = halfstep.SGD([param], momentum=momentum, backend=backend)
         trained(optimizer, param, [torch.ones(4)])

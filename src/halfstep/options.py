@@ -81,7 +81,7 @@ def refuse(group: Mapping[str, Any]) -> None:
 
 
 def _flag(name: str, value: Any) -> bool:
-    if value is None or (isinstance(value, int) and value in (0, 1)):
+    if isinstance(value, bool | None):
         return bool(value)
     raise ValueError(f"{name}={value!r}: must be True or False")
 
