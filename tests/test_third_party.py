@@ -113,7 +113,8 @@ def test_new_formats_serve_in_state_and_are_told_of(backend: str) -> None:
     assert_alike(second, whole)
     large, small = members(whole)
     assert set(whole.state[large]) == {
-        "step", "stream", "nibble", "exp_avg_half", "exp_avg_shared", "exp_avg_sq_half", "exp_avg_sq_shared",
+        "step", "stream", "mantissa",
+        "nibble", "exp_avg_half", "exp_avg_shared", "exp_avg_sq_half", "exp_avg_sq_shared",
     }  # fmt: skip
     assert whole.state[large]["exp_avg_shared"].shape == (64, 2)
     assert whole.state[small]["exp_avg"].dtype is torch.float32

@@ -1,6 +1,7 @@
 """P23: a float32 checkpoint seeds params and what is kept beside them, and the float32 weights come out again."""
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ def models(half: torch.dtype, seed: int = 0) -> tuple[Model, Model]:
 
 
 def optimizer_of(model: nn.Module, name: str = "AdamW", **options: Any) -> Any:
+    # what is loaded is the same on every backend, and this one has nothing to compile
+    options = {"backend": "eager", **options}
     return make(name, [(n, p) for n, p in model.named_parameters() if p.requires_grad], lr=1e-2, **options)
 
 
@@ -251,6 +254,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
         r"\['turned'\] is .* layout torch\.sparse_coo",
     ),
     "no tensor": (lambda s: s.update(scalar=1.0), r"^float32_state\['scalar'\] is a float, not a tensor$"),
+    # the last of all names, so that a fault met only on the way would leave the others written
+    "no values": (
+        lambda s: s.update({"frozen.bias": torch.zeros(2, device="meta")}),
+        r"^float32_state\['frozen\.bias'\] is on the meta device and has no values",
+    ),
     "tied apart": (
         lambda s: s.update({"head.weight": s["head.weight"] + 1}),
         r"^float32_state\['head\.weight'\] differs from 'embedding\.weight', which is the same tensor in the model$",
@@ -283,6 +291,66 @@ def test_a_tied_name_that_is_missing_and_a_part_are_no_failure(half: torch.dtype
     halfstep.load_weights(model, optimizer, {**halfstep.float32_state_dict(model, optimizer), **part})
     assert_same(halfstep.float32_state_dict(model, optimizer)["scalar"], torch.tensor(1 / 3))
     assert_same(halfstep.float32_state_dict(model, optimizer)["turned"], twin.turned.detach().contiguous())
+
+
+def test_p23_any_iterable_of_optimizers_will_do(half: torch.dtype) -> None:
+    model, twin = models(half)
+    named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    pair = {"a": make("AdamW", named[:2], weights="master32"), "b": make("Lion", named[2:], weights="master32")}
+    halfstep.load_weights(model, (each for each in pair.values()), twin.state_dict())
+    for several in (pair.values(), set(pair.values()), iter(pair.values())):
+        found = halfstep.float32_state_dict(model, several)
+        for name, _ in named:
+            assert_same(found[name], twin.state_dict()[name])
+
+
+def test_p23_tied_names_may_come_in_several_dtypes(half: torch.dtype) -> None:
+    model, twin = models(half)
+    optimizer, state = optimizer_of(model, weights="master32"), twin.state_dict()
+    # a third of float64 is rounded once, to what the other name has
+    state["head.weight"] = torch.full_like(state["head.weight"], 1 / 3, dtype=torch.float64)
+    state["embedding.weight"] = state["head.weight"].float()
+    halfstep.load_weights(model, optimizer, state)
+    assert_same(optimizer.float32_weight(model.head.weight), state["embedding.weight"])
+    # what only 16 bits make the same is not
+    state["head.weight"] = state["embedding.weight"] + 2.0**-20
+    with pytest.raises(ValueError, match="which is the same tensor in the model"):
+        halfstep.load_weights(model, optimizer, state)
+
+
+class Extra(nn.Module):
+    """A module whose extra state is what it is given."""
+
+    def __init__(self, extra: Any) -> None:
+        super().__init__()
+        self.line, self.extra = nn.Linear(2, 2), extra
+
+    def get_extra_state(self) -> Any:
+        return copy.copy(self.extra)
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+@pytest.mark.parametrize(("old", "new"), [(torch.zeros(3), torch.arange(5.0)), ({}, torch.ones(2)), ({}, {"n": 1})])
+def test_p23_extra_state_is_set_by_its_module(old: Any, new: Any, half: torch.dtype) -> None:
+    model, twin = nn.Sequential(Extra(old)).to(half), nn.Sequential(Extra(new))
+    optimizer = halfstep.AdamW(model.parameters(), weights="master32")
+    halfstep.load_weights(model, optimizer, twin.state_dict())
+    found = halfstep.float32_state_dict(model, optimizer)
+    assert torch.equal(found["0._extra_state"], new) if isinstance(new, Tensor) else found["0._extra_state"] == new
+    assert_same(found["0.line.weight"], twin.state_dict()["0.line.weight"])
+
+
+def test_p09_a_warning_that_is_an_error_comes_when_all_is_written() -> None:
+    model = nn.Linear(3, 2).half()
+    optimizer = halfstep.AdamW(model.named_parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeWarning, match=r"^weight: 6 of 6 weights went past 65504"):
+            halfstep.load_weights(model, optimizer, {"weight": torch.full((2, 3), 1e6), "bias": torch.tensor([1.0, 2])})
+    assert model.weight.unique().tolist() == [65504.0]
+    assert model.bias.tolist() == [1.0, 2.0]
 
 
 def test_other_optimizers_are_refused_by_name(half: torch.dtype) -> None:

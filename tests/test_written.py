@@ -171,7 +171,7 @@ def test_p22_the_dtype_may_change_before_the_first_step(half: torch.dtype, backe
     for param, other in zip(members(early), members(late), strict=True):
         assert param.dtype is half
         assert_same(param.detach(), other.detach())
-        assert early.state[param].keys() == {"step", "remainder", "exp_avg", "exp_avg_sq"}
+        assert early.state[param].keys() == {"step", "mantissa", "remainder", "exp_avg", "exp_avg_sq"}
 
 
 def test_p22_moved_storage_is_followed(half: torch.dtype, backend: str) -> None:

@@ -1,7 +1,6 @@
 """A param's state: its parts, made, read, checked and converted between formats."""
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -45,11 +44,14 @@ def mantissa(weight: Format) -> int | None:
     return further + max(round(-math.log2(torch.finfo(dtype).eps)) for dtype in (floats or [param.dtype]))
 
 
-#: What a mantissa may say: names of formats, and the dtype of the param.
-_MANTISSAS: defaultdict[int | None, list[str]] = defaultdict(list)
-for _name, _formats in WEIGHTS.items():
-    for _dtype, _format in _formats.items():
-        _MANTISSAS[mantissa(_format)].append(f"weights={_name!r} beside a {_dtype} param")
+def _kept_with(bits: Any) -> list[str]:
+    """Return which formats have a mantissa of so many bits, in words."""
+    return [
+        f"weights={name!r} beside a {dtype} param"
+        for name, formats in WEIGHTS.items()
+        for dtype, format in formats.items()
+        if mantissa(format) == bits
+    ]
 
 
 def _weight_keys() -> set[str]:
@@ -140,7 +142,7 @@ def mismatch(
 
 def _of(bits: Any) -> str:
     """Say which formats have this mantissa."""
-    return " or ".join(_MANTISSAS.get(bits, ["no format"])) + f" (its mantissa is {bits!r})"
+    return " or ".join(_kept_with(bits) or ["no format"]) + f" (its mantissa is {bits!r})"
 
 
 def _misfit(tensor: Tensor, shape: tuple[int, ...], param: Tensor) -> str:
@@ -198,7 +200,7 @@ class Entry:
     def _weight_in(self, saved: dict[str, Any]) -> tuple[Format, Sequence[Tensor]] | None:
         """Take the weight's parts out of ``saved``; return them behind the param, and their format."""
         param, bits = self._param, saved.pop("mantissa", None)
-        if bits is not None and (type(bits) is not int or bits not in _MANTISSAS):
+        if bits is not None and (type(bits) is not int or not _kept_with(bits)):
             raise ValueError(f"its mantissa is {bits!r}, which no format has")
         held = sorted(_weight_keys().intersection(saved))
         if not held:

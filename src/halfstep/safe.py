@@ -15,6 +15,17 @@ from halfstep.files import write_atomically
 
 #: The entry of the file's head that says how a nested state is put together.
 _HEAD = "halfstep"
+#: What the head of every file begins with, as readers ask for it.
+_FORMAT = {"format": "pt"}
+#: What the format itself calls its head, so that no tensor can be called so.
+_RESERVED = "__metadata__"
+#: The dtypes that the format has a name for.
+_DTYPES = frozenset(
+    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.bool}
+    | {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64}
+    | {torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz}
+    | {torch.float8_e8m0fnu, torch.float4_e2m1fn_x2}
+)
 
 
 def save_safetensors(state: Any, file: str | Path) -> None:
@@ -36,12 +47,13 @@ def save_safetensors(state: Any, file: str | Path) -> None:
     tensors, tied = _Tensors(), {}
     if isinstance(state, Mapping) and state and all(_is_plain(name, value) for name, value in state.items()):
         for name, value in state.items():
-            kept = tensors.add((name,), value)
+            # the head has an entry of this name already, so that it cannot say what the tensor is tied to
+            kept = tensors.add((name,), value.clone() if name in _FORMAT else value)
             if kept != name:
                 tied[name] = kept
-        head = {"format": "pt", **tied}
+        head = {**_FORMAT, **tied}
     else:
-        head = {"format": "pt", _HEAD: json.dumps(_encoded(state, (), tensors))}
+        head = {**_FORMAT, _HEAD: json.dumps(_encoded(state, (), tensors))}
     write_atomically(Path(file), lambda temporary: save_file(tensors.named, temporary, head))
 
 
@@ -69,11 +81,12 @@ def load_safetensors(file: str | Path) -> Any:
             return _decoded(json.loads(head[_HEAD]), tensors)
     except (SafetensorError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise ValueError(f"{file} is no safetensors file that can be read, or is cut short: {error}") from error
-    return tensors | {name: tensors[kept] for name, kept in head.items() if kept in tensors and name not in tensors}
+    ties = [pair for pair in head.items() if pair not in _FORMAT.items()]
+    return tensors | {name: tensors[kept] for name, kept in ties if kept in tensors and name not in tensors}
 
 
 def _is_plain(name: Any, value: Any) -> bool:
-    return isinstance(name, str) and name not in ("__metadata__", _HEAD) and isinstance(value, Tensor)
+    return isinstance(name, str) and name not in (_RESERVED, _HEAD) and isinstance(value, Tensor)
 
 
 class _Tensors:
@@ -83,20 +96,29 @@ class _Tensors:
         self.named: dict[str, Tensor] = {}
         self._names: dict[Any, str] = {}
         self._storages: set[int] = set()
+        # what is gone would leave its address to another
+        self._seen: list[Tensor] = []
 
     def add(self, path: tuple[Any, ...], tensor: Tensor) -> str:
         """Return the name for the tensor at ``path``: that of an earlier one, where it is the same memory."""
         if tensor.layout is not torch.strided or tensor.device.type == "meta":
             raise ValueError(f"{_where(path)} is a tensor of layout {tensor.layout} on {tensor.device}: make it dense")
-        memory = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+        if tensor.dtype not in _DTYPES:
+            raise ValueError(
+                f"{_where(path)} is a tensor of {tensor.dtype}, which a safetensors file has no name for: cast it, or "
+                "use torch.save"
+            )
+        self._seen.append(tensor)
+        memory = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
         same = memory if tensor.numel() else id(tensor)
         if same not in self._names:
             names = itertools.chain(
                 [".".join(map(str, path))], (f"{'.'.join(map(str, path))}#{k}" for k in itertools.count(2))
             )
-            name = self._names[same] = next(name for name in names if name not in self.named)
+            name = self._names[same] = next(name for name in names if name != _RESERVED and name not in self.named)
             storage = tensor.untyped_storage().data_ptr()
-            tensor = tensor.detach().contiguous()
+            # torch only marks what is conjugated or negated, and a file has no such marks
+            tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
             # of what lies in one memory each has its own in the file
             self.named[name] = tensor.clone() if storage in self._storages else tensor
             self._storages.add(storage)
@@ -130,13 +152,17 @@ def _encoded(node: Any, path: tuple[Any, ...], tensors: _Tensors) -> Any:
 
 
 def _decoded(node: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(node, dict):
+        raise ValueError("its head holds an object, which is written otherwise")
     if not isinstance(node, list):
         return node
     kind, *rest = node
     if kind == "tensor":
         return tensors[rest[0]]
     if kind == "dtype":
-        return getattr(torch, rest[0])
+        if not isinstance(dtype := getattr(torch, rest[0]), torch.dtype):
+            raise ValueError(f"its head names {rest[0]!r} as a dtype")
+        return dtype
     if kind == "float":
         return float.fromhex(rest[0])
     if kind == "dict":

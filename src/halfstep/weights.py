@@ -97,21 +97,27 @@ def load_weights(
             writes.append(_Write(owner, place, group["seed"], slot, target, given[name]))
         else:
             writes.append((target, given[name]))
-    extra = {name: value for name, value in given.items() if not isinstance(value, Tensor)}
+    extra = {name: value for name, value in given.items() if _is_extra(name) or not isinstance(value, Tensor)}
     if extra:
         # extra state is set by the modules themselves
         model.load_state_dict(extra, strict=False)
+    saturated: list[tuple[_Write, int]] = []
     with torch.no_grad():
         for write in writes:
             if isinstance(write, _Write):
-                write()
+                saturated.append((write, write()))
             else:
                 target, value = write
                 target.copy_(value)
+    # a warning may be an error, and comes when all is written
+    for write, count in saturated:
+        if count:
+            report.warn_of_saturation(write.slot.name, write.param, count)
 
 
 def _owners(optimizer: Any, kind: type[Any]) -> list[Any]:
-    owners = [innermost(each) for each in (optimizer if isinstance(optimizer, list | tuple) else [optimizer])]
+    several = isinstance(optimizer, Iterable) and not isinstance(innermost(optimizer), kind)
+    owners = [innermost(each) for each in (optimizer if several else [optimizer])]
     for owner in owners:
         if not isinstance(owner, kind):
             raise TypeError(
@@ -136,9 +142,14 @@ def _once(targets: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[tupl
     """Each tensor of the model once, under a name that is given."""
     seen: set[int] = set()
     for name, target in targets.items():
-        if isinstance(target, Tensor) and name in given and id(target) not in seen:
+        if isinstance(target, Tensor) and name in given and id(target) not in seen and not _is_extra(name):
             seen.add(id(target))
             yield name, target
+
+
+def _is_extra(name: Any) -> bool:
+    """Whether a module makes this entry itself, with ``get_extra_state``, be it a tensor or not."""
+    return isinstance(name, str) and name.rpartition(".")[2] == "_extra_state"
 
 
 def _check(targets: Mapping[str, Any], given: Any) -> None:
@@ -159,7 +170,7 @@ def _check(targets: Mapping[str, Any], given: Any) -> None:
     first: dict[int, str] = {}
     for name, target in targets.items():
         value = given.get(name)
-        if name not in given or not isinstance(target, Tensor):
+        if name not in given or not isinstance(target, Tensor) or _is_extra(name):
             continue
         if not isinstance(value, Tensor):
             raise ValueError(f"float32_state[{name!r}] is a {type(value).__name__}, not a tensor")
@@ -172,14 +183,19 @@ def _check(targets: Mapping[str, Any], given: Any) -> None:
             raise ValueError(
                 f"float32_state[{name!r}] is {value.dtype} of layout {value.layout}, and the model's {target.dtype}"
             )
+        if value.is_meta:
+            raise ValueError(
+                f"float32_state[{name!r}] is on the meta device and has no values: load the checkpoint onto the CPU"
+            )
         other = first.setdefault(id(target), name)
-        if other != name and not torch.equal(_bits(given[other]), _bits(value)):
+        if other != name and not torch.equal(_bits(given[other], target), _bits(value, target)):
             raise ValueError(f"float32_state[{name!r}] differs from {other!r}, which is the same tensor in the model")
 
 
-def _bits(value: Tensor) -> Tensor:
-    """What makes two tensors the same, NaN included."""
-    return value.detach().contiguous().view(-1).view(torch.uint8)
+def _bits(value: Tensor, target: Tensor) -> Tensor:
+    """What makes two tensors the same, NaN included: the bits that are loaded, in float32 where 16 would hide some."""
+    dtype = torch.float32 if target.dtype in (torch.float16, torch.bfloat16) else target.dtype
+    return value.detach().to(target.device, dtype).contiguous().view(-1).view(torch.uint8)
 
 
 def _listed(names: list[str]) -> str:
@@ -197,8 +213,8 @@ class _Write(NamedTuple):
     param: Tensor
     value: Tensor
 
-    def __call__(self) -> None:
-        """Write it."""
+    def __call__(self) -> int:
+        """Write it, and return how many weights saturate."""
         owner, place, seed, slot, param, value = self
         format, state = slot.weight, owner.state.get(param)
         if not state and len(format.parts) > 1:
@@ -208,5 +224,4 @@ class _Write(NamedTuple):
         value = value.detach().to(device=param.device, dtype=torch.float32)
         convert(FLOAT32, (value,), format, (param.data, *beside), counter, checkpoint.CONVERSION)
         torch.autograd.graph.increment_version(param)
-        if format.saturates and (count := int(bind(format.saturates)(value).sum())):
-            report.warn_of_saturation(slot.name, param, count)
+        return int(bind(format.saturates)(value).sum()) if format.saturates else 0

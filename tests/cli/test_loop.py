@@ -320,7 +320,12 @@ def test_a_loss_that_is_not_finite_is_told_and_breaks_nothing(
     assert "The loss is not finite: the weights were driven out of range. Try a lower --lr" in capsys.readouterr().out
     assert json.loads((made.out / "summary.json").read_text())["validation_loss"] is None
     assert (made.out / "sample.txt").read_text() == "(no sample: the model's outputs are not finite)\n"
-    assert run(settings("run", dtype="float32", lr=1e30, steps=9), True, console) == 0
+    before = {file: file.read_bytes() for file in made.out.iterdir()}
+    with pytest.raises(
+        InputError, match=r"^--resume: the run in --out .*run cannot go on: the state for .* holds NaN: "
+    ):
+        run(settings("run", dtype="float32", lr=1e30, steps=9), True, console)
+    assert {file: file.read_bytes() for file in made.out.iterdir()} == before
 
 
 def test_without_clipping_the_scaler_alone_unscales(

@@ -92,7 +92,16 @@ def check(state: dict[str, Any], settings: Settings, text: Text) -> None:
 
 
 def restore(training: Training, state: dict[str, Any]) -> None:
-    """Put a checkpoint's weights, optimizer state and loss scale into ``training``."""
+    """Put a checkpoint's weights, optimizer state and loss scale into ``training``.
+
+    Raises:
+        InputError: the run went wrong before it was saved.
+    """
     training.model.load_state_dict(state["model"])
-    training.optimizer.load_state_dict(state["optimizer"])
+    try:
+        training.optimizer.load_state_dict(state["optimizer"])
+    except ValueError as error:
+        raise InputError(
+            f"--resume: the run in --out {training.settings.out} cannot go on: {error}. Or start one in another --out"
+        ) from error
     training.scaler.load_state_dict(state["scaler"])
