@@ -89,7 +89,25 @@ def torchs() -> dict[str, Any]:
     return optimizer.state_dict()
 
 
-STATES.append(torchs())
+def others() -> list[dict[str, Any]]:
+    """States as bitsandbytes (8 bits and 32) and optimi keep them, by the keys that test_foreign.py sees in theirs."""
+    codes = torch.arange(64 * 64).remainder(256).to(torch.uint8).view(64, 64)
+    eight = {f"{part}{k}": t for k in (1, 2) for part, t in (("state", codes), ("qmap", torch.rand(256)))}
+    eight |= {"absmax1": torch.ones(16), "absmax2": torch.ones(16)}
+    wide = [{"step": 2, "state1": torch.ones(shape), "state2": torch.ones(shape)} for shape in SHAPES[1:]]
+    theirs = {0: {"step": 2, "__bnb_optimizer_quant_state__": eight}, 1: wide[0], 2: wide[1]}
+    rates = {"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.1, "foreach": None}
+    bnb = {**rates, "betas": (0.9, 0.999), "alpha": 0.0, "t_alpha": None, "t_beta3": None}
+    averages = [dict.fromkeys(("exp_avg", "exp_avg_sq", "kahan_comp"), torch.ones(shape)) for shape in SHAPES]
+    optimi = {**rates, "beta1": 0.9, "beta2": 0.99, "kahan_sum": True, "decouple_wd": True, "decouple_lr": False}
+    optimi |= {"max_lr": None, "gradient_release": False, "setup": True, "step": torch.tensor(2, dtype=torch.int32)}
+    return [
+        {"state": state, "param_groups": [{**group, "params": [0, 1]}, {**group, "params": [2]}]}
+        for state, group in ((theirs, bnb), (dict(enumerate(averages)), optimi))
+    ]
+
+
+STATES += [torchs(), *others()]
 
 
 def places(node: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

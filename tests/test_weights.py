@@ -14,20 +14,16 @@ import halfstep
 from halfstep.formats import WEIGHTS
 from harness import assert_same
 from test_convert import room
-from training import Snapshot, assert_alike, drive, gradients, make, members
+from training import Snapshot, Tied, assert_alike, drive, gradients, make, members
 
 
-class Model(nn.Module):
-    """Tied weights, strides, a frozen param, buffers of floats and integers, and one with no params at all."""
+class Model(Tied):
+    """Other strides, no dimension and no element, too."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.head = nn.Embedding(70, 64), nn.Linear(64, 70)
-        self.head.weight = self.embedding.weight
-        self.norm, self.frozen = nn.BatchNorm1d(70), nn.Linear(3, 2)
         self.turned = nn.Parameter(torch.randn(6, 5).t())
         self.scalar, self.empty = nn.Parameter(torch.randn(())), nn.Parameter(torch.zeros(0, 3))
-        self.frozen.requires_grad_(False)
 
 
 def models(half: torch.dtype, seed: int = 0) -> tuple[Model, Model]:
@@ -376,3 +372,15 @@ def test_p19_a_seeded_state_is_saved_and_goes_on(half: torch.dtype) -> None:
     for each in (optimizer, again):
         drive(each, range(3))
     assert_alike(optimizer, again)
+
+
+def test_p20_chance_is_that_of_a_loaded_state(half: torch.dtype) -> None:
+    # weights that come in by themselves, and as a state's float32 copies, are the same weights
+    model, twin = models(half)
+    optimizer = optimizer_of(model, weights="split8", seed=3)
+    halfstep.load_weights(model, optimizer, twin.state_dict())
+    other, _ = models(half, 1)
+    exact, again = (optimizer_of(other, weights=weights, seed=3) for weights in ("master32", "split8"))
+    halfstep.load_weights(other, exact, twin.state_dict())
+    again.load_state_dict(exact.state_dict())
+    assert_alike(again, optimizer)

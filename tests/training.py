@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 import halfstep
@@ -81,6 +81,17 @@ def assert_states(a: dict[str, Any], b: dict[str, Any]) -> None:
 
 def options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+
+class Tied(nn.Module):
+    """A tensor under two names, a buffer of floats and one of integers, and a param that nobody optimises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(70, 64), nn.Linear(64, 70)
+        self.head.weight = self.embedding.weight
+        self.norm, self.frozen = nn.BatchNorm1d(70), nn.Linear(3, 2)
+        self.frozen.requires_grad_(False)
 
 
 class Snapshot:

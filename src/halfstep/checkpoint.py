@@ -1,5 +1,6 @@
 """A param's state: its parts, made, read, checked and converted between formats."""
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -31,6 +32,7 @@ def key(part: Part, moment: Moment | None = None) -> str:
     return "_".join(filter(None, (moment.name if moment else "", part.name)))
 
 
+@functools.cache
 def mantissa(weight: Format) -> int | None:
     """Return the bits of mantissa that the weight behind a 16-bit param is kept with, or None for a float32 param.
 

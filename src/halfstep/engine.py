@@ -364,13 +364,13 @@ class HalfOptimizer(torch.optim.Optimizer):
         return self._conversions[:]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state: ours, torch's AdamW's, or the teaching implementation's. No dtype is changed.
+        """Load a state: ours, or another library's that `halfstep.foreign` knows. No dtype is changed.
 
         The live optimizer's ``weights``, ``moments`` and ``backend`` stay, and a state in other formats is converted,
         which reads the params: load the model first. Hyperparameters load as in torch; those missing keep the defaults.
 
         Raises:
-            ValueError: the state fits no param it is meant for, by name, or asks for amsgrad; nothing has changed then.
+            ValueError: the state does not fit, by the name of the param or group; nothing has changed then.
         """
         check_mapping(state_dict)
         loaded: list[tuple[Loading, dict[Tensor, dict[str, Any]]]] = []

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep.checkpoint import count
+
 #: where bitsandbytes hides its tensors from FSDP
 _WRAPPED = "__bnb_optimizer_quant_state__"
-#: how many neighbours share a scale there, now and before its version 0.44: the number of scales tells which
+#: how many neighbours share a scale there, now and in its earlier versions: the number of scales tells which
 _BLOCKS = (256, 2048)
 #: the parts of its two moments, and norms of updates and gradients, for which there is no use here
 _PARTS = ("state1", "qmap1", "absmax1", "state2", "qmap2", "absmax2", "unorm_vec", "gnorm_vec")
@@ -42,11 +44,12 @@ def options(group: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: it asks for what is not offered; the text is a clause that says what, and the way out.
     """
     if {"kahan_sum", "decouple_lr"} <= group.keys():
-        if group["decouple_lr"] and group["weight_decay"]:
+        decay = group.get("weight_decay")
+        if group["decouple_lr"] is not False and not _is_zero(decay):
             raise ValueError(
                 f"decouple_lr={group['decouple_lr']!r}: a weight decays by weight_decay * lr / max_lr of itself there, "
                 "and by weight_decay * lr here: in the state's group set decouple_lr=False, decouple_wd=True and "
-                f"weight_decay={group['weight_decay']!r} / {group['max_lr']!r}, its quotient by max_lr"
+                f"weight_decay={decay!r} / {group.get('max_lr')!r}, its quotient by max_lr"
             )
         kept = {name: value for name, value in group.items() if name not in _OPTIMI}
         if "beta1" in group and "beta2" in group:
@@ -55,13 +58,17 @@ def options(group: Mapping[str, Any]) -> dict[str, Any]:
             kept["decoupled_weight_decay"] = group["decouple_wd"]
         return kept
     if group.keys() >= set(_ADEMAMIX):
-        if group["alpha"]:
+        if not _is_zero(group["alpha"]):
             raise ValueError(
                 f"alpha={group['alpha']!r}: it is AdEMAMix's, which keeps a further average; start in a new optimizer"
             )
         decay = {"decoupled_weight_decay": True}  # in Adam as in AdamW
         return {name: value for name, value in group.items() if name not in _ADEMAMIX} | decay
     return dict(group)
+
+
+def _is_zero(number: Any) -> bool:
+    return isinstance(number, int | float) and number == 0
 
 
 def entry(saved: Mapping[str, Any], group: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
@@ -107,7 +114,7 @@ def _optimi(saved: Mapping[str, Any], group: Mapping[str, Any], param: Tensor) -
     ``kahan_comp`` what a param lost when it was last rounded. The group counts the steps, or with gradient release each
     param.
     """
-    step = _count(saved.get("step", group.get("step")))
+    step = count(saved.get("step", group.get("step")))
     kept = {name: value for name, value in saved.items() if name not in ("group", "kahan_comp")} | {"step": step}
     for name, beta in (("exp_avg", group["beta1"]), ("exp_avg_sq", group["beta2"])):
         #: $m_t = \hat m_t\,(1-\beta^t)$
@@ -130,7 +137,7 @@ def _bitsandbytes(saved: Mapping[str, Any], group: Mapping[str, Any], param: Ten
     """
     kept = {name: value for name, value in saved.items() if name not in _PARTS}
     kept["exp_avg"], kept["exp_avg_sq"] = average, square = _moment(saved, 1, param), _moment(saved, 2, param)
-    step, betas = _count(saved.get("step")), group.get("betas")
+    step, betas = count(saved.get("step")), group.get("betas")
     if saved["state2"].dtype is torch.uint8 and step:
         if not isinstance(betas, list | tuple) or len(betas) != 2:
             raise ValueError(f"its group has betas={betas!r}: codes of 8 bits are read by two, as in (0.9, 0.999)")
@@ -187,13 +194,3 @@ def _shaped(saved: Mapping[str, Any], name: str, param: Tensor) -> Tensor:
     if tensor.shape != param.shape:
         raise ValueError(f"its {name!r} has shape {tuple(tensor.shape)}, the param {tuple(param.shape)}")
     return tensor.detach()
-
-
-def _count(step: Any) -> int:
-    """Return a count of steps, a number or a tensor of one."""
-    try:
-        if (steps := int(step)) == step and steps >= 0:
-            return steps
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        pass
-    raise ValueError(f"its step is {step!r}, not a count of steps")

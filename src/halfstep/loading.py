@@ -123,9 +123,10 @@ def _check_numbers(groups: Sequence[Mapping[str, Any]], states: Mapping[Any, Any
     numbers = [number for group in groups for number in group["params"]]
     if odd := [number for number in numbers if not isinstance(number, int | str)]:
         raise ValueError(f"the groups of the loaded state name a param {odd[0]!r}, neither a number nor a name")
-    if len(set(numbers)) < len(numbers):
+    known = set(numbers)
+    if len(known) < len(numbers):
         raise ValueError("the groups of the loaded state name a param twice")
-    if extra := [number for number in states if number not in set(numbers)]:
+    if extra := [number for number in states if number not in known]:
         raise ValueError(
             f"the loaded state has entries for {', '.join(map(repr, extra[:5]))}, which no group of it lists: take "
             "them out, or load it into the optimizer that it was saved from"

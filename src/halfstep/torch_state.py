@@ -20,7 +20,7 @@ def torch_state_dict(optimizer: HalfOptimizer) -> dict[str, Any]:
 
     Args:
         optimizer: one of ours. `AdamW` and `Adam` go to `torch.optim`'s, `SGD` to its ``SGD``; of `Lion`, which torch
-            lacks, the layout is the same.
+            lacks, the layout is the same. An `AdamFP16` puts epsilon elsewhere than torch, and decays in its own ways.
 
     Returns:
         A state_dict in torch's layout, of tensors of its own: moments in float32 on their params' devices, ``step`` as
@@ -47,7 +47,10 @@ def torch_state_dict(optimizer: HalfOptimizer) -> dict[str, Any]:
         if optimizer.state.get(param):
             step, moments = optimizer._moments(group, name, param)
             if step > 2**24:
-                raise ValueError(f"{name} has had {step} steps: torch counts in float32, exactly up to {2**24}")
+                raise ValueError(
+                    f"{name} has had {step} steps: torch counts in float32, exactly up to {2**24}. By then the count "
+                    "has no effect: set optimizer.state[param]['step'] to that"
+                )
             states[number] = {"step": torch.tensor(float(step), dtype=torch.float32)}
             states[number] |= {moment.name: checkpoint.decode(format, parts) for moment, format, parts in moments}
     return {"state": states, "param_groups": groups}

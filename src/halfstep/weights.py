@@ -160,11 +160,10 @@ def _check(targets: Mapping[str, Any], given: Any) -> None:
     missing = [name for name, target in targets.items() if name not in given and id(target) not in present]
     extra = [str(name) for name in given if name not in targets]
     if missing or extra:
-        texts = [f"lacks {_listed(missing)}"] * bool(missing) + [f"has {_listed(extra)}, unknown to the model"] * bool(
-            extra
-        )
+        lacks = [f"lacks {_listed(missing)}"] if missing else []
+        has = [f"has {_listed(extra)}, unknown to the model"] if extra else []
         raise ValueError(
-            f"float32_state {' and '.join(texts)}. To load a part of it, complete it with what there is: "
+            f"float32_state {' and '.join(lacks + has)}. To load a part of it, complete it with what there is: "
             "{**halfstep.float32_state_dict(model, optimizer), **part}"
         )
     first: dict[int, str] = {}

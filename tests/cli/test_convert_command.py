@@ -13,18 +13,7 @@ from cli.test_process import outcome
 from halfstep.cli import converting
 from harness import assert_same
 from test_safe import assert_equal
-from training import drive, make, members
-
-
-class Model(nn.Module):
-    """Tied weights, a buffer, and a param that nobody optimises."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(70, 64), nn.Linear(64, 70)
-        self.head.weight = self.embedding.weight
-        self.norm, self.frozen = nn.BatchNorm1d(70), nn.Linear(3, 2)
-        self.frozen.requires_grad_(False)
+from training import Tied, drive, make, members
 
 
 class Saved:
@@ -32,7 +21,7 @@ class Saved:
 
     def __init__(self, folder: Path, half: torch.dtype = torch.bfloat16, name: str = "AdamW", **options: Any) -> None:
         torch.manual_seed(0)
-        self.model = Model().to(half)
+        self.model = Tied().to(half)
         params = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
         groups = [{"params": params[:1], "lr": 0.5}, {"params": params[1:]}]
         self.optimizer = make(name, groups, seed=5, momentum=0.9, **options)
@@ -46,9 +35,9 @@ class Saved:
         self.file = folder / "run.pt"
         torch.save(self.state, self.file)
 
-    def again(self, **options: Any) -> tuple[Model, Any]:
+    def again(self, **options: Any) -> tuple[Tied, Any]:
         """A fresh model and optimizer."""
-        model = Model().to(next(self.model.parameters()).dtype)
+        model = Tied().to(next(self.model.parameters()).dtype)
         params = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         groups = [{"params": params[:1]}, {"params": params[1:]}]
         return model, make(type(self.optimizer).__name__, groups, momentum=0.9, **options)
@@ -116,14 +105,14 @@ def test_to_float32_gives_the_weights_alone(capsys: pytest.CaptureFixture, tmp_p
     assert set(found) == set(expected)
     for name, value in expected.items():
         assert_same(found[name], value)
-    twin = Model()
+    twin = Tied()
     twin.load_state_dict(found)
 
 
 def test_to_torch_gives_what_torch_goes_on_with(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     saved, out = Saved(tmp_path, moments="block8"), tmp_path / "torch.pt"
     convert(capsys, saved.file, out, "--to", "torch")
-    found, twin = read(out), Model()
+    found, twin = read(out), Tied()
     twin.load_state_dict(found["model"])
     params = [p for p in twin.parameters() if p.requires_grad]
     theirs = torch.optim.AdamW([{"params": params[:1]}, {"params": params[1:]}])
@@ -147,6 +136,27 @@ def test_a_state_alone_converts_its_moments(capsys: pytest.CaptureFixture, tmp_p
     other = make("AdamW", [nn.Parameter(p.detach().clone()) for p in params], weights="stochastic", moments="block8")
     other.load_state_dict(optimizer.state_dict())
     assert_equal(read(tmp_path / "out.pt")["state"], other.state_dict()["state"])
+
+
+def test_what_lies_beside_and_how_the_run_stepped_stay(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    saved, out = Saved(tmp_path), tmp_path / "out.pt"
+    ema = halfstep.EMA(saved.optimizer)
+    optimizer: Any = saved.state["optimizer"]
+    # another machine's choices, a rate as a cosine leaves it at its end, a scheduler's own entry, and an empty group
+    for group in optimizer["param_groups"]:
+        group.update(backend="gpu", capturable=True, lr=-1e-20, initial_lr=0.5)
+    optimizer["param_groups"].append({**optimizer["param_groups"][0], "params": [], "param_names": [], "lr": 0.25})
+    beside = {"ema": ema.state_dict(), "rng": torch.get_rng_state(), "rngs": {"cpu": torch.get_rng_state()}}
+    torch.save({**saved.state, **beside}, saved.file)
+    convert(capsys, saved.file, out, "--moments", "block8")
+    found = read(out)
+    assert_equal({name: found[name] for name in beside}, beside)
+    for group, old in zip(found["optimizer"]["param_groups"], optimizer["param_groups"], strict=True):
+        assert group == {**old, "moments": "block8"}
+    convert(capsys, saved.file, tmp_path / "torch.pt", "--to", "torch")
+    for group in read(tmp_path / "torch.pt")["optimizer"]["param_groups"]:
+        assert group["capturable"]
+        assert group["initial_lr"] == 0.5
 
 
 ERRORS = {
@@ -179,6 +189,10 @@ ERRORS = {
         ["other.pt", "out.pt", "--weights", "split8"],
         "IN: optimizer names params that the model has not: embedding.weight, head.bias",
     ),
+    "names for some": (
+        ["some.pt", "out.pt", "--weights", "split8"],
+        "IN: optimizer has 4 params and 3 names of them; save it from an optimizer of named params",
+    ),
     "a state that does not fit": (
         ["spoiled.pt", "out.pt", "--moments", "block8"],
         "IN: the state for head.bias does not fit: its 'exp_avg' holds NaN: ",
@@ -202,6 +216,8 @@ def test_what_cannot_be_is_told_in_a_line_and_writes_nothing(
     groups = [{k: v for k, v in g.items() if k != "param_names"} for g in state["optimizer"]["param_groups"]]
     nameless = {**state["optimizer"], "param_groups": groups}
     torch.save({**state, "optimizer": nameless}, tmp_path / "nameless.pt")
+    some = [{**g, "param_names": g["param_names"][:2]} for g in state["optimizer"]["param_groups"]]
+    torch.save({**state, "optimizer": {**state["optimizer"], "param_groups": some}}, tmp_path / "some.pt")
     torch.save({**state, "model": {"w": torch.ones(2)}}, tmp_path / "other.pt")
     state["optimizer"]["state"][1]["exp_avg"][0] = torch.nan
     torch.save(state, tmp_path / "spoiled.pt")

@@ -16,6 +16,7 @@ from halfstep.engine import HalfOptimizer
 from halfstep.files import write_atomically
 from halfstep.formats import MOMENTS, WEIGHTS
 from halfstep.optimizers import SGD, Adam, Lion
+from halfstep.options import TORCHS
 from halfstep.safe import load_safetensors, save_safetensors
 from halfstep.torch_state import torch_state_dict
 
@@ -69,10 +70,12 @@ def _is_state(node: Any) -> bool:
 
 
 def _is_model(node: Any) -> bool:
-    """Whether this is a model's state: names and tensors."""
-    return isinstance(node, Mapping) and any(
-        isinstance(name, str) and isinstance(value, Tensor) and value.dim() for name, value in node.items()
-    )
+    """Whether this is a model's state: names and tensors, some of them of floats, and what modules keep besides."""
+    if not isinstance(node, Mapping) or not all(isinstance(name, str) for name in node):
+        return False
+    tensors = [value for name, value in node.items() if not name.endswith("_extra_state")]
+    alike = all(isinstance(value, Tensor) for value in tensors)
+    return alike and any(value.is_floating_point() for value in tensors)
 
 
 def _found(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], bool]]:
@@ -123,6 +126,8 @@ class Conversions:
         if aim != "halfstep" and (weights or moments):
             raise InputError(f"--to {aim}: is float32 throughout; leave --weights and --moments out")
         self._content, self._aim = content, aim
+        #: options that say where and how a run steps, and not what: the conversion, on this machine, has its own
+        self._kept = ("param_names", *TORCHS, *(["backend"] if aim == "halfstep" else []))
         self._asked = {name: value for name, value in (("weights", weights), ("moments", moments)) if value}
         found = list(_found(content))
         self._states = [path for path, is_state in found if is_state]
@@ -187,8 +192,11 @@ class Conversions:
         if len(self._models) > 1:
             raise InputError(f"IN: holds {len(self._models)} models' states, and it is not told whose {where} is")
         model = _at(self._content, self._models[0])
+        count = sum(len(group["params"]) for group in groups)
         if all("param_names" in group for group in groups):
             names = [name for group in groups for name in group["param_names"]]
+            if len(names) != count:
+                raise InputError(f"IN: {where} has {count} params and {len(names)} names of them; {way_out}")
             if missing := [name for name in names if name not in model]:
                 raise InputError(f"IN: {where} names params that the model has not: {', '.join(missing[:5])}")
             return names
@@ -196,7 +204,6 @@ class Conversions:
         for name, value in model.items():
             if isinstance(value, Tensor) and value.is_floating_point():
                 alone.setdefault(_place(value), name)
-        count = sum(len(group["params"]) for group in groups)
         if len(groups) > 1 or count != len(alone):
             raise InputError(
                 f"IN: {where} has {count} params without names in {len(groups)} groups, the model {len(alone)} "
@@ -211,7 +218,7 @@ class Conversions:
         groups, states = loading.parts(_at(self._content, path))
         new_states, new_groups, weights, places = {}, [], {}, itertools.count()
         for group in groups:
-            converted: dict[str, Any] = {}
+            converted = {**_options(group), **self._asked}
             for number, place in zip(group["params"], places, strict=False):
                 saved = states.get(number, {})
                 name = names[place] if names else f"param {number}"
@@ -230,7 +237,7 @@ class Conversions:
                 if names:
                     weights[name] = param.detach() if self._aim == "halfstep" else optimizer.float32_weight(param)
                 done(name)
-            kept = {name: value for name, value in group.items() if name == "param_names"}
+            kept = {name: group[name] for name in self._kept if name in group}
             new_groups.append({**converted, **kept, "params": list(group["params"])})
         return {"state": new_states, "param_groups": new_groups}, weights
 
@@ -253,15 +260,16 @@ class Conversions:
         self, name: str, param: nn.Parameter, group: Mapping[str, Any], saved: Mapping[str, Any]
     ) -> HalfOptimizer:
         """An optimizer of the kind that ``saved`` is of, with the group's options, in the formats asked for."""
-        options = {key: value for key, value in foreign.options(_options(group)).items() if key in _KNOWN}
+        formats = {key: group[key] for key in ("weights", "moments") if key in group}
         entry = foreign.entry(saved, group, param)
         moments = {moment for moment in map(_moment, entry) if moment}
         kinds = [kind for names, kind in _KINDS if set(names) == moments]
         if not kinds:
             raise ValueError(f"the state for {name} has {', '.join(map(repr, saved))}, of no optimizer that is known")
-        momentum = {"momentum": options.get("momentum") or 0.9} if "momentum_buffer" in moments else {}
+        momentum = {"momentum": 0.9} if "momentum_buffer" in moments else {}
         make: Any = kinds[0]
-        return make([{**options, **momentum, **self._asked, "params": [(name, param)]}])
+        # all other options come with the state
+        return make([{**formats, **momentum, **self._asked, "params": [(name, param)]}])
 
     def _model(self, model: Mapping[str, Any], float32: Mapping[int, Tensor]) -> dict[str, Any]:
         """A model's state with what its params have become."""
@@ -279,12 +287,6 @@ class Conversions:
                 value = same[0]
             made[name] = value
         return made
-
-
-_KNOWN = {*Adam([nn.Parameter(torch.zeros(()))]).defaults, *SGD([nn.Parameter(torch.zeros(()))]).defaults} - {
-    "layout", "capturable", "amsgrad", "foreach", "fused", "differentiable",
-}  # fmt: skip
-"""Options that an optimizer may be made with."""
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
