@@ -15,7 +15,7 @@ import halfstep
 from gpu_stages import Run
 from halfstep.bench.shapes import Shape, gpt2, one
 from halfstep.bench.subjects import COMPACT, EXACT, FUSED, LR, bytes_moved, halfstep_label
-from halfstep.gradients import squares
+from halfstep.norms import squares
 
 PARAMS = (10**6, 10**7, 10**8, 10**9)
 SETTINGS = (EXACT, ("split16", "block8"), COMPACT)

@@ -65,7 +65,9 @@ def key_of(counter: Counter, use: int) -> tuple[int, int]:
 def words(counter: Counter, use: int, n: int) -> Tensor:
     """The 32-bit words behind a use and its pair for n elements, in int64: the definition in 64-bit arithmetic."""
     key, fold = key_of(counter, use)
-    index = np.arange(counter.start, counter.start + n, dtype=np.uint64)
+    place = np.arange(n, dtype=np.uint64)
+    length, pitch, start = (np.uint64(number) for number in (counter.length or max(n, 1), counter.pitch, counter.start))
+    index = start + place // length * pitch + place % length
     keys, folds = (
         np.array([lowbias32((half + high) % 2**32) for high in range(2**3)], dtype=np.uint64) for half in (key, fold)
     )

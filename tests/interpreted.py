@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import halfstep
+import test_cut
 from halfstep import backends
 from halfstep.backends import gpu, jitted, layout
 from halfstep.contracts import Ahead, Counter, Job, Plan
@@ -34,6 +35,8 @@ from harness import (
     spread,
     store,
 )
+from test_counter import LINES, assert_defined_along
+from test_cut import RANDOM, SPANNED, SPANNED_IN_BLOCKS, assert_parts_same, cuts, small, wholes
 from training import assert_states, drive, gradients, make, members, params, through_file
 
 # numpy, which computes here, speaks of NaN and of what goes out of range
@@ -153,6 +156,19 @@ def test_p07_an_index_may_pass_32_bits_anywhere(plan: Plan) -> None:
             for shape in [(2, 2048), (5, 260)]
         ]
         assert_as_eager(plan, jobs)
+
+
+@pytest.mark.parametrize("counter", LINES.values(), ids=LINES)
+def test_p10_along_lines_the_bits_are_those_of_the_definition(counter: Counter) -> None:
+    assert_defined_along(counter, "gpu")
+
+
+@pytest.mark.parametrize("plan", RANDOM.values(), ids=RANDOM)
+def test_p10_parts_of_lines_have_the_bits_of_the_whole(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    if plan in test_cut.FEW.values():  # kernels differ in more than this
+        assert_parts_same(plan, wholes(plan, cuts(plan)), ["gpu"])
+    small(monkeypatch)
+    assert_parts_same(plan, wholes(plan, cuts(plan, SPANNED_IN_BLOCKS, SPANNED)), ["gpu"])
 
 
 @pytest.mark.parametrize("plan", FEW.values(), ids=FEW)

@@ -11,10 +11,10 @@ from torch import Tensor
 
 import halfstep
 from halfstep import backends
-from halfstep import gradients as gradients_module
+from halfstep import norms as norms_module
 from halfstep.backends import cpu
 from halfstep.formats import GRADS
-from halfstep.gradients import squares
+from halfstep.norms import squares
 from harness import assert_same
 from scaled import Wrapper, snapshot
 from scaled import assert_same as assert_same_all
@@ -84,7 +84,7 @@ def test_p28_few_sums_at_a_time_change_none(window: int, monkeypatch: pytest.Mon
     for param, grad in zip(members(optimizer), grads, strict=True):
         param.grad = grad
     whole = squares(optimizer).total.item()
-    monkeypatch.setattr(gradients_module, "WINDOW", window)
+    monkeypatch.setattr(norms_module, "WINDOW", window)
     counts = []
     plain = backends.squares
     monkeypatch.setattr(backends, "squares", lambda *given: counts.append(len((found := plain(*given))[0])) or found)

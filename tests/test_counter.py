@@ -139,6 +139,38 @@ def test_p10_the_bits_are_those_of_the_definition(counter: Counter, backend: str
             assert_same(bits.long(), random_bits(counter, use, 1500))
 
 
+#: of a tensor cut along a further dim: indices go on elsewhere behind each line, far beyond 2**32 too, or pass it amid
+#: one; in both 304 is a number of 16 bytes of any dtype
+LINES = {
+    "lines of a few": Counter(1, 2, 3, 5, 5, 7),
+    "lines of some": Counter(1, 2, 3, 0, 19, 95),
+    "as if uncut": Counter(1, 2, 3, 9, 152, 152),
+    "of many blocks": Counter(1, 2, 3, 9, 760, 1501),
+    "one line": Counter(1, 2, 3, 2**32 - 700, 1520, 2**33),
+    "of a tile's rows": Counter(1, 2, 3, 0, 304, 912),
+    "across 2**32 amid a row": Counter(2**64 - 1, 2, 3, 2**32 - 912 - 130, 304, 912),
+    "across 2**32 between rows": Counter(1, 2, 3, 2**32 - 912 - 304, 304, 912),
+    "pitch past 2**32": Counter(1, 2, 3, 17, 304, 2**32 + 7),
+    "in each row a high word": Counter(1, 2, 3, 2**32 - 150, 304, 2**32),
+    "last of a tile across 2**32": Counter(1, 2, 3, 2**32 - 4 * 912 - 129, 304, 912),
+}
+
+
+def assert_defined_along(counter: Counter, backend: str) -> None:
+    """Raise unless a backend gives the elements of lines the random bits that are meant, and in blocks the same."""
+    wants = [random_bits(counter, use, 1520) for use in range(SEEN)]
+    kinds = [((1520,), ECHO), ((5, 304), ECHO), *([((5, 304), BLOCKS)] if counter.length == 304 else [])]
+    for shape, format in kinds:
+        for want, bits in zip(wants, seen(counter, shape, backend, format), strict=True):
+            assert_same(bits.long(), want)
+
+
+@pytest.mark.parametrize("backend", HERE)
+@pytest.mark.parametrize("counter", LINES.values(), ids=LINES)
+def test_p10_along_lines_the_bits_are_those_of_the_definition(counter: Counter, backend: str) -> None:
+    assert_defined_along(counter, backend)
+
+
 @pytest.mark.parametrize("backend", HERE)
 def test_past_2_to_the_32_the_bits_are_others(backend: str) -> None:
     shape = (2**15,)

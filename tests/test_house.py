@@ -16,9 +16,11 @@ STOREYS = (
     ("primitives", "contracts"),
     ("rules", "formats"),
     ("backends",),
-    ("options", "tensors", "conversions", "foreign", "checkpoint", "loading", "report", "schedule", "slots", "engine"),
+    ("options", "shards", "tensors", "conversions", "foreign", "checkpoint", "loading", "report"),
+    ("schedule", "slots", "engine"),
     ("optimizers",),
-    ("gradients", "scales", "floor", "scaler", "clipping", "teaching", "ema", "weights", "torch_state", "safe"),
+    ("gradients", "norms", "scales", "floor", "scaler", "clipping", "teaching"),
+    ("ema", "weights", "torch_state", "safe"),
     ("monitor",),
     ("integrations", "bench", "cli"),
 )

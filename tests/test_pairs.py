@@ -35,7 +35,7 @@ def trained() -> dict[tuple[torch.dtype, str, str], HalfOptimizer]:
 
 def moments_of(optimizer: HalfOptimizer, param: Tensor) -> dict[str, Tensor]:
     group = optimizer.param_groups[0]
-    _, kept = optimizer._moments(group, "", param)
+    _, kept = optimizer._slots.moments(group, "", param)
     return {moment.name: checkpoint.decode(format, parts) for moment, format, parts in kept}
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from halfstep.backends import cpu, eager, traced
+from halfstep.backends import cpu, eager, layout, traced
 from halfstep.contracts import Counter, Format, Job, Plan
 from halfstep.formats import GRADS, MOMENTS, WEIGHTS
 from halfstep.primitives import VOCABULARY
@@ -132,7 +132,7 @@ def test_p10_a_block8_state_cut_at_any_row_is_the_uncut_one(weights: str, half: 
 @pytest.mark.parametrize("backend", HERE)
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_p10_strides_change_nothing(plan: Plan, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "STAGED", 140)
+    monkeypatch.setattr(layout, "STAGED", 140)
     monkeypatch.setattr(eager, "PIECE", 140)
     for shape in [(6, 5, 7), (3, 40, 7)]:
         want = job(plan, shape, 3, 4)

@@ -13,6 +13,7 @@ from halfstep.backends.pieces import part_shape
 from halfstep.contracts import Counter, Format, Moment, Part
 from halfstep.conversions import Conversion, Rounding
 from halfstep.formats import FLOAT32, MOMENTS, PLAIN, WEIGHTS
+from halfstep.shards import alike, described, lines, local, spread, taken
 
 LAYOUT = 2
 """The version of the layout in which states are written, kept in each param group.
@@ -62,10 +63,11 @@ def _weight_keys() -> set[str]:
 
 
 def decode(format: Format, parts: Sequence[Tensor]) -> Tensor:
-    """Return the float32 values that ``parts`` hold, as a contiguous tensor of its own."""
-    made = torch.empty(parts[0].shape, dtype=torch.float32, device=parts[0].device)
-    convert(format, parts, FLOAT32, (made,))
-    return made
+    """Return the float32 values that ``parts`` hold, as a contiguous tensor of its own, spread as they are."""
+    first, *rest = map(local, parts)
+    made = torch.empty(first.shape, dtype=torch.float32, device=first.device)
+    convert(format, (first, *rest), FLOAT32, (made,))
+    return spread(made, parts[0].shape, parts[0])
 
 
 def layout(
@@ -83,12 +85,18 @@ def _head(weight: Format, step: int | Tensor, stream: int | None) -> dict[str, A
     return {name: number for name, number in numbers.items() if number is not None}
 
 
-def _new(parts: Sequence[Part], shape: Sequence[int], device: torch.device) -> list[Tensor]:
-    return [torch.empty(part_shape(part, shape), dtype=part.dtype, device=device) for part in parts]
+def _new(parts: Sequence[Part], param: Tensor) -> list[Tensor]:
+    """What lies here of a param's parts, empty."""
+    param = local(param)
+    return [torch.empty(part_shape(part, param.shape), dtype=part.dtype, device=param.device) for part in parts]
 
 
-def _keyed(parts: Sequence[Part], tensors: Sequence[Tensor], moment: Moment | None = None) -> dict[str, Tensor]:
-    return {key(part, moment): tensor for part, tensor in zip(parts, tensors, strict=True)}
+def _keyed(
+    parts: Sequence[Part], tensors: Sequence[Tensor], param: Tensor, moment: Moment | None = None
+) -> dict[str, Tensor]:
+    """Parts under their names, spread as their param is."""
+    pairs = zip(parts, tensors, strict=True)
+    return {key(part, moment): spread(tensor, part_shape(part, param.shape), param) for part, tensor in pairs}
 
 
 def fresh(
@@ -99,17 +107,17 @@ def fresh(
     stream: int | None = None,
 ) -> dict[str, Any]:
     """Return a param's state before its first step: the weight is the param, the moments are zero."""
-    state = _head(weight, step, stream)
+    state, here = _head(weight, step, stream), local(param).detach()
     # every format keeps both exactly, so chance has no part in it
-    beside = _new(weight.parts[1:], param.shape, param.device)
+    beside = _new(weight.parts[1:], param)
     if beside:
-        convert(PLAIN[param.dtype], (param.detach(),), weight, (None, *beside))
-    state |= _keyed(weight.parts[1:], beside)
-    zeros = torch.zeros((), dtype=torch.float32, device=param.device).expand(param.shape)
+        convert(PLAIN[param.dtype], (here,), weight, (None, *beside))
+    state |= _keyed(weight.parts[1:], beside, param)
+    zeros = torch.zeros((), dtype=torch.float32, device=here.device).expand(here.shape)
     for moment, format in moments:
-        made = _new(format.parts, param.shape, param.device)
+        made = _new(format.parts, param)
         convert(FLOAT32, (zeros,), format, made)
-        state |= _keyed(format.parts, made, moment)
+        state |= _keyed(format.parts, made, param, moment)
     return state
 
 
@@ -133,7 +141,9 @@ def mismatch(
             return f"{name!r} in its state has {_misfit(tensor, shape, param)}"
         if tensor.device != param.device:
             return f"{name!r} in its state is on {tensor.device}, the param on {param.device}"
-        if not tensor.is_contiguous():
+        if not alike(tensor, param):
+            return f"{name!r} in its state is {described(tensor)}, the param {described(param)}"
+        if not local(tensor).is_contiguous():
             return f"{name!r} in its state is not contiguous"
     for name in sorted(_weight_keys().intersection(state).difference(kept)):
         return f"its state has {name!r}, a part that another format keeps beside a param"
@@ -188,10 +198,11 @@ class Entry:
         saved = {name: value for name, value in saved.items() if not (isinstance(value, dict) and not value)}
         self._step = count(saved.pop("step", None))
         self._stream = None
-        if "stream" in saved or weight.random or any(format.random for _, format in moments):
+        random = weight.random or any(format.random for _, format in moments)
+        if "stream" in saved or random:
             self._stream = _stream(saved.pop("stream", stream))
-        self._counter = Counter(seed, self._stream or 0, self._step)
-        self._weight = self._weight_in(saved) or held
+        self._counter = Counter(seed, self._stream or 0, self._step, *(lines(param) if random else ()))
+        self._weight = self._weight_in(saved) or (held[0], [local(part).detach() for part in held[1]])
         self._moments = [(moment, format, *self._moment_in(saved, moment, format)) for moment, format in moments]
         if saved:
             raise ValueError(
@@ -207,7 +218,7 @@ class Entry:
         held = sorted(_weight_keys().intersection(saved))
         if not held:
             if bits in (None, *map(mantissa, PLAIN.values())):
-                return (PLAIN[param.dtype], (param.detach(),)) if bits else None
+                return (PLAIN[param.dtype], (local(param).detach(),)) if bits else None
             raise ValueError(f"it is of {_of(bits)}, and what that keeps beside the param is missing")
         if param.dtype is torch.float32:
             raise ValueError(
@@ -226,7 +237,7 @@ class Entry:
                     "format, or to another dtype by halfstep.float32_state_dict and halfstep.load_weights"
                 )
             raise ValueError(text)
-        return source, (param.detach(), *_take(saved, source.parts[1:], param))
+        return source, (local(param).detach(), *_take(saved, source.parts[1:], param))
 
     def _moment_in(self, saved: dict[str, Any], moment: Moment, format: Format) -> tuple[Format, list[Tensor]]:
         """Take a moment's parts out of ``saved``; return their format and them."""
@@ -254,13 +265,13 @@ class Entry:
         param, target = self._param, self._target
         state = _head(target, self._step, self._stream)
         source, parts = self._weight
-        beside = _new(target.parts[1:], param.shape, param.device)
+        beside = _new(target.parts[1:], param)
         self._convert(conversions, "weight", source, parts, target, (None, *beside), CONVERSION)
-        state |= _keyed(target.parts[1:], beside)
+        state |= _keyed(target.parts[1:], beside, param)
         for use, (moment, format, source, parts) in enumerate(self._moments, start=CONVERSION + 1):
-            made = _new(format.parts, param.shape, param.device)
+            made = _new(format.parts, param)
             self._convert(conversions, moment.name, source, parts, format, made, use)
-            state |= _keyed(format.parts, made, moment)
+            state |= _keyed(format.parts, made, param, moment)
         return state
 
     def _convert(
@@ -286,13 +297,14 @@ class Entry:
         # where a param is all that there was of a weight, nothing was converted
         if narrowed or (source is not target and (what != "weight" or len(parts) > 1)):
             name = str(parts[0].dtype).removeprefix("torch.") if len(parts) == 1 else source.name
-            conversions.append(Conversion(self._name, what, name, target.name, self._param.numel(), *rounding.found()))
+            elements = local(self._param).numel()
+            conversions.append(Conversion(self._name, what, name, target.name, elements, *rounding.found()))
 
     def write(self) -> None:
         """Give the param what its weight has become, where the two formats may round it differently."""
         source, parts = self._weight
         if source is not self._target and len(parts) > 1:
-            made = (self._param.data, *(None for _ in self._target.parts[1:]))
+            made = (local(self._param).detach(), *(None for _ in self._target.parts[1:]))
             convert(source, _seen(source, parts, self._param.device), self._target, made, self._counter, CONVERSION)
 
 
@@ -317,16 +329,14 @@ def _reads(dtype: torch.dtype, saved: torch.dtype) -> bool:
 
 
 def _take(saved: dict[str, Any], parts: Sequence[Part], param: Tensor, moment: Moment | None = None) -> list[Tensor]:
-    """Take a format's parts out of ``saved``, as they are."""
-    taken = []
+    """Take a format's parts out of ``saved``, as they are, or what lies here of them."""
+    found = []
     for part in parts:
         name = key(part, moment)
         tensor = saved.pop(name, None)
         if not isinstance(tensor, Tensor):
-            found = ", ".join(map(repr, saved)) or "nothing"
-            raise ValueError(
-                f"it has no {name!r}; besides its step it has {found}. Start in a new optimizer without it"
-            )
+            rest = ", ".join(map(repr, saved)) or "nothing"
+            raise ValueError(f"it has no {name!r}; besides its step it has {rest}. Start in a new optimizer without it")
         shape = part_shape(part, param.shape)
         if tensor.shape != shape:
             raise ValueError(f"its {name!r} has {_misfit(tensor, shape, param)}")
@@ -334,11 +344,14 @@ def _take(saved: dict[str, Any], parts: Sequence[Part], param: Tensor, moment: M
             raise ValueError(f"its {name!r} is {tensor.dtype}, not {part.dtype}")
         if tensor.layout is not torch.strided:
             raise ValueError(f"its {name!r} has the layout {tensor.layout}, not {torch.strided}")
+        try:
+            tensor = taken(tensor.detach(), param)
+        except ValueError as error:
+            raise ValueError(f"its {name!r} is {error}") from None
         if part.largest is not None and tensor.numel() and (largest := int(tensor.max())) > part.largest:
             raise ValueError(f"its {name!r} holds {largest}, and no more than {part.largest} is ever stored there")
-        tensor = tensor.detach()
-        taken.append(tensor.contiguous() if part.shared else tensor)
-    return taken
+        found.append(tensor.contiguous() if part.shared else tensor)
+    return found
 
 
 def counted(step: Any, device: torch.device | None) -> int | Tensor:

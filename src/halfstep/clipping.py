@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from halfstep.engine import HalfOptimizer
-from halfstep.gradients import Clip, innermost, squares
+from halfstep.gradients import holder, innermost
+from halfstep.norms import Clip, squares
 from halfstep.scaler import GradScaler
 
 
@@ -47,10 +48,11 @@ def clip_grad_norm_(optimizer: Any, max_norm: float, scaler: GradScaler | None =
     if not (isinstance(max_norm, int | float | Tensor) and max_norm >= 0):
         raise ValueError(f"max_norm={max_norm!r}: must be a number >= 0, the largest norm of the unscaled gradients")
     inverse = 1.0 if scaler is None else scaler.inverse_of(inner)
-    total = squares(inner).total
+    owner = holder(optimizer)
+    total = squares(owner).total
     # roots and products of float64 are rounded alike on the host and on a device
     norm = (total.sqrt() if inner.capturable else math.sqrt(total.item())) * inverse
-    inner._clip = Clip.of(inner, norm, float(max_norm), inverse)
+    inner._clip = Clip.of(owner, norm, float(max_norm), inverse)
     return torch.as_tensor(norm).float()
 
 

@@ -161,17 +161,26 @@ class Plan:
 class Counter:
     """Where a tensor's random bits come from: from these numbers and each element's place, and from nothing else.
 
+    A place is one in the row-major order of the whole tensor, of which this may be a part. Cut along dim 0 alone a part
+    is contiguous there. Cut along one further dim it is made of lines that are, and its element ``i`` is the whole's
+    ``start + i // length * pitch + i % length``.
+
     Args:
         seed: the run's, 64 bits.
         stream: the tensor's own number.
         step: the number of this step.
-        start: the place of the first element in the whole tensor, where this is a part of it cut along dim 0.
+        start: the place of the first element.
+        length: how many elements a line has; 0 where the part is contiguous in the whole. With a shared part it is all
+            that stands behind dim 0 of this part.
+        pitch: how far apart the beginnings of two neighbouring lines lie, at least ``length``; 0 where that is 0.
     """
 
     seed: int = 0
     stream: int = 0
     step: int = 0
     start: int = 0
+    length: int = 0
+    pitch: int = 0
 
 
 NOWHERE = Counter()

@@ -18,6 +18,7 @@ from halfstep.engine import HalfOptimizer
 from halfstep.formats import FLOAT32, GRADS, PLAIN
 from halfstep.gradients import innermost
 from halfstep.rules.average import AVERAGE
+from halfstep.shards import local, spread, taken
 
 
 @dataclass(slots=True)
@@ -94,13 +95,14 @@ class EMA:
             if step == kept.step:
                 continue
             _check(member)
-            weight, (_, *beside) = self._optimizer._held(group, name, param)
+            weight, (own, *beside) = self._optimizer._slots.weight(group, name, param)
             key = id(weight), param.device, group["backend"]
             if key not in kernels:
                 plan = Plan(AVERAGE, weight, (FLOAT32,), GRADS[param.dtype], param.device)
                 kernels[key] = backends.kernel(plan, group["backend"])
             # the rule looks at no gradient: the param stands in its place
-            batches[kernels[key]].append((kept, step, Job(param, param, (*beside, kept.average), scalars)))
+            here, *rest = map(local, (own, *beside, kept.average))
+            batches[kernels[key]].append((kept, step, Job(here, here, tuple(rest), scalars)))
         for kernel, batch in batches.items():
             kernel([job for *_, job in batch])
             for kept, step, _ in batch:
@@ -122,20 +124,20 @@ class EMA:
         members = self._members()
         for member in members:
             _check(member)
-        own = [(member.param, member.param.detach().clone()) for member in members]
+        own = [(here := local(member.param).detach(), here.clone()) for member in members]
         handles = (
             self._optimizer.register_step_pre_hook(_refuse_step),
             self._optimizer.register_load_state_dict_pre_hook(_refuse_load),
         )
         try:
             for _, _, param, kept in members:
-                convert(FLOAT32, (kept.average,), PLAIN[param.dtype], (param.detach(),))
+                convert(FLOAT32, (local(kept.average),), PLAIN[param.dtype], (local(param).detach(),))
             yield
         finally:
             for handle in handles:
                 handle.remove()
-            for param, bits in own:
-                param.detach().copy_(bits)
+            for here, bits in own:
+                here.copy_(bits)
 
     def float32_weight(self, param: Tensor) -> Tensor:
         """Return the average of a param's weight: float32, shaped like it, as a tensor of its own.
@@ -196,7 +198,7 @@ class EMA:
             )
         checked = {param: _entry(name, states[place], param) for param, (place, name) in places.items()}
         made = {
-            param: _Kept(torch.empty(param.shape, dtype=torch.float32, device=param.device).copy_(average), step)
+            param: _Kept(spread(average.to(param.device, copy=True).contiguous(), param.shape, param), step)
             for param, (average, step) in checked.items()
         }
         self._kept, self._decay = made, decay
@@ -214,7 +216,7 @@ class EMA:
         if new := [param for param in found if param not in self._kept]:
             self._refuse_swapped("no average can begin")
             for param, step in zip(new, self._steps(new), strict=True):
-                self._kept[param] = _Kept(decode(*self._optimizer._held(*found[param], param)), step)
+                self._kept[param] = _Kept(decode(*self._optimizer._slots.weight(*found[param], param)), step)
         return [_Member(group, name, param, self._kept[param]) for param, (group, name) in found.items()]
 
     def _steps(self, params: Sequence[Tensor]) -> list[int]:
@@ -289,4 +291,7 @@ def _entry(name: str, saved: Any, param: Tensor) -> tuple[Tensor, int]:
         raise ValueError(f"the average for {name} has shape {tuple(average.shape)}, the param {tuple(param.shape)}")
     if type(step) is not int or step < 0:
         raise ValueError(f"the step for {name} is {step!r}, not a count of steps")
-    return average, step
+    try:
+        return taken(average.detach(), param), step
+    except ValueError as error:
+        raise ValueError(f"the average for {name} is {error}") from None

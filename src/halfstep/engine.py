@@ -11,14 +11,15 @@ from torch._compile import _disable_dynamo
 
 from halfstep import backends, checkpoint, report
 from halfstep.checkpoint import LAYOUT
-from halfstep.contracts import NOWHERE, Ahead, Counter, Format, Job, Kernel, Moment, Plan, Rule
+from halfstep.contracts import NOWHERE, Ahead, Counter, Format, Job, Kernel, Plan, Rule
 from halfstep.conversions import Conversion, summary
-from halfstep.formats import GRADS, PLAIN, moment_format, weight_format
+from halfstep.formats import GRADS, moment_format, weight_format
 from halfstep.loading import Loading, check_mapping
-from halfstep.options import LIVE, TORCHS, checked, choices
+from halfstep.options import LIVE, TORCHS, checked
 from halfstep.schedule import Coming, Schedule
-from halfstep.slots import Due, Options, Slot
-from halfstep.tensors import Turns, check_alike, check_grad, check_param, named
+from halfstep.shards import agreed, keeps_blocks, local, spreads
+from halfstep.slots import Due, Slots
+from halfstep.tensors import Turns, check_param, checked_grad, named
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -39,7 +40,7 @@ class HalfOptimizer(torch.optim.Optimizer):
     #: sets them for the length of one step.
     _inverse_scale: float | Tensor = 1.0
     _skip: Tensor | None = None
-    #: The `halfstep.gradients.Clip` that `clip_grad_norm_` asks of the next step.
+    #: The `halfstep.norms.Clip` that `clip_grad_norm_` asks of the next step.
     _clip: Any = None
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
@@ -54,7 +55,9 @@ class HalfOptimizer(torch.optim.Optimizer):
 
     def _forget(self) -> None:
         """Drop what is derived from groups and state."""
-        self._slots: dict[Tensor, Slot] = {}
+        self._slots = Slots(lambda: self.state, self._rule, self._formats)
+        #: whether a step was taken, or a state loaded: then no step only looks
+        self._begun = False
         self._saturated: dict[str, int | Tensor] = {}
         self._warned: set[Tensor] = set()
         self._schedule = Schedule()
@@ -107,7 +110,8 @@ class HalfOptimizer(torch.optim.Optimizer):
     def _formats(self, group: Mapping[str, Any], param: Tensor) -> tuple[Rule, Format, tuple[Format, ...]]:
         """Return a param's rule, and the formats of its weight and of its moments."""
         rule = self._rule(group)
-        moments = tuple(moment_format(group["moments"], moment, param.shape) for moment in rule.moments)
+        whole = keeps_blocks(param)
+        moments = tuple(moment_format(group["moments"], moment, param.shape, whole) for moment in rule.moments)
         return rule, weight_format(group["weights"], param.dtype), moments
 
     # ------------------------------------------------------------------ the step
@@ -128,8 +132,9 @@ class HalfOptimizer(torch.optim.Optimizer):
             ValueError: a param's state does not fit it, or a group's hyperparameters are not finite.
             RuntimeError: `clip_grad_norm_` found no finite norm, or gradients have changed since.
         """
-        if closure is None and not any(self.state.values()) and self._only_looks():
+        if closure is None and not self._begun and not any(self.state.values()) and self._only_looks():
             return None
+        self._begun = True
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -156,17 +161,21 @@ class HalfOptimizer(torch.optim.Optimizer):
     def _only_looks(self) -> bool:
         """Whether this first step has no learning rate and nothing but zeros for gradients; then states are made alone.
 
-        torch.distributed.checkpoint steps so, to see what states there will be; no count of steps may come of it.
+        torch.distributed.checkpoint steps so, to see what states there will be; no count of steps may come of it. Where
+        params are sharded all processes look alike.
         """
-        due = [(place, *each) for place, each in enumerate(self._named()) if each[-1].grad is not None]
-        grads = [grad for *_, param in due if (grad := param.grad) is not None]
-        rates = (float(group["lr"]) for group in self.param_groups)
-        if not grads or any(rates) or any(g.layout is not torch.strided or g.count_nonzero() for g in grads):
+        if any(float(group["lr"]) for group in self.param_groups):
             return False
-        for place, _, group, name, param in due:
-            slot = self._slot(group, name, param)
+        found = {param: (group, name, place) for place, (_, group, name, param) in enumerate(self._named())}
+        grads = {param: local(param.grad) for param in found if param.grad is not None}
+        steps = any(grad.layout is not torch.strided or bool(grad.count_nonzero()) for grad in grads.values())
+        if agreed(torch.tensor(float(steps)), spreads(found)) or not grads:
+            return False
+        for param in grads:
+            group, name, place = found[param]
+            slot = self._slots.of(group, name, param)
             if param not in self.state:
-                self._begin(slot, param, place)
+                self._slots.begin(group, slot, param, place)
         return True
 
     def _gather(self, factor: float | Tensor, skip: Tensor | None) -> dict[tuple[Kernel, int], list[Due]]:
@@ -176,30 +185,27 @@ class HalfOptimizer(torch.optim.Optimizer):
         for index, group in enumerate(self.param_groups):
             scalars: dict[int, tuple[float, ...]] = {}
             coming: dict[torch.device, Coming] = {}
-            options, capturable, seed = self._options(group), group["capturable"], group["seed"]
+            options, capturable = self._slots.options(group), group["capturable"]
             for (name, param), place in zip(named(group, index), places, strict=False):
-                grad = param.grad
-                if grad is None or id(param) in stepped:
+                if param.grad is None or id(param) in stepped:
                     continue
                 stepped.add(id(param))
-                slot, state = self._slots.get(param), self.state.get(param)
+                slot, state = self._slots.known(param), self.state.get(param)
                 if slot is None or not slot.fits(param, state, options):
-                    slot = self._slot(group, name, param)
-                if grad.shape != slot.shape or grad.device != slot.device:
-                    check_alike(name, param, grad)
-                if grad.layout is not torch.strided or grad.dtype not in slot.kernels:
-                    check_grad(name, grad)
-                    slot.kernels[grad.dtype] = backends.kernel(self._plan(slot, grad.dtype), group["backend"])
+                    slot = self._slots.of(group, name, param)
+                grad = checked_grad(name, param)
+                if grad.dtype not in slot.kernels:
+                    slot.kernels[grad.dtype] = backends.kernel(slot.plan(grad.dtype), group["backend"])
                 if capturable:
                     if slot.device not in coming:
                         coming[slot.device] = self._schedule.of(slot.rule, index, group, slot.device, factor, skip)
-                    due = Due(slot, param, grad, state, 0, (), coming[slot.device], place, seed)
+                    due = Due(group, slot, param, grad, state, 0, (), coming[slot.device], place)
                 else:
                     step = state["step"] + 1 if state else 1
                     if step not in scalars:
                         scalars[step] = self._scalars(index, group, step, factor)
-                    due = Due(slot, param, grad, state, step, scalars[step], None, place, seed)
-                batches[slot.kernels[grad.dtype], turns.take(param)].append(due)
+                    due = Due(group, slot, param, grad, state, step, scalars[step], None, place)
+                batches[slot.kernels[grad.dtype], turns.take(local(param))].append(due)
         return batches
 
     def _scalars(self, index: int, group: dict[str, Any], step: int, factor: Any) -> tuple[float, ...]:
@@ -214,58 +220,13 @@ class HalfOptimizer(torch.optim.Optimizer):
             )
         return scalars
 
-    def _slot(self, group: dict[str, Any], name: str, param: Tensor) -> Slot:
-        """Return what is known of ``param``, checked against what it is now."""
-        slot, state = self._slots.get(param), self.state.get(param)
-        if slot and slot.fits(param, state, self._options(group)):
-            return slot
-        if slot and state and slot.dtype is not param.dtype:
-            raise TypeError(
-                f"{name} was {slot.dtype} at its first step and is {param.dtype} now: change a model's dtype first and "
-                "make its optimizer after, or take the weights over by optimizer.float32_weight(param)"
-            )
-        check_param(name, param)
-        group.update(choices(group))
-        options = self._options(group).options
-        rule, weight, moments = self._formats(group, param)
-        kept = checkpoint.layout(param.shape, weight, list(zip(rule.moments, moments, strict=True)))
-        random = any(format.random for format in (weight, *moments))
-        slot = Slot(name, options, param.dtype, param.device, param.shape, rule, weight, moments, kept, random)
-        if state:
-            if reason := checkpoint.mismatch(state, param, weight, kept):
-                raise ValueError(
-                    f"{name} cannot be stepped: {reason}. After changing an option, a device or a state by hand, call "
-                    "optimizer.load_state_dict(optimizer.state_dict()), which converts; a moment that was never kept "
-                    "starts in a new optimizer"
-                )
-            slot.tensors = tuple(state[key] for key in kept)
-            state["step"] = checkpoint.counted(state["step"], param.device if group["capturable"] else None)
-        self._slots[param] = slot
-        return slot
-
-    def _options(self, group: Mapping[str, Any]) -> Options:
-        options = group["weights"], group["moments"], group["backend"], group["seed"]
-        return Options(options, self._rule(group), Tensor if group["capturable"] else int)
-
-    def _plan(self, slot: Slot, grad: torch.dtype) -> Plan:
-        return Plan(slot.rule, slot.weight, slot.moments, GRADS[grad], slot.device)
-
     def _job(self, due: Due) -> Job:
-        slot, param, coming, state = due.slot, due.param, due.coming, due.state
-        if not state:
-            state = self._begin(slot, param, due.place)
+        slot, coming, counter = due.slot, due.coming, NOWHERE
+        state = due.state or self._slots.begin(due.group, slot, due.param, due.place)
         ahead = Ahead(state["step"], *coming) if coming else None
-        counter = Counter(due.seed, state.setdefault("stream", due.place), due.step) if slot.random else NOWHERE
-        return Job(param, due.grad, slot.tensors, due.scalars, counter, ahead)
-
-    def _begin(self, slot: Slot, param: Tensor, place: int) -> dict[str, Any]:
-        """Make the state of a param that has had no step; ``place`` is the param's in the groups."""
-        moments = list(zip(slot.rule.moments, slot.moments, strict=True))
-        step = checkpoint.counted(0, slot.device if self.capturable else None)
-        state = checkpoint.fresh(param, slot.weight, moments, step, place if slot.random else None)
-        slot.tensors = tuple(state[key] for key in slot.kept)
-        self.state[param] = state
-        return state
+        if slot.random:
+            counter = Counter(due.group["seed"], state.setdefault("stream", due.place), due.step, *slot.lines)
+        return Job(local(due.param), due.grad, slot.locals, due.scalars, counter, ahead)
 
     def _note(self, due: Due, count: int | Tensor) -> None:
         """Keep a param's count of saturated weights; warn of the first, where that costs no wait for a device."""
@@ -303,23 +264,7 @@ class HalfOptimizer(torch.optim.Optimizer):
     def _float32_weights(self) -> Iterator[tuple[Tensor, Callable[[], Tensor]]]:
         """Give each param, and what makes its float32 weight."""
         for _, group, name, param in self._named():
-            yield param, lambda held=(group, name, param): checkpoint.decode(*self._held(*held))
-
-    def _held(self, group: dict[str, Any], name: str, param: Tensor) -> tuple[Format, tuple[Tensor, ...]]:
-        """Return the format of a param's weight and its parts: the param, and what is kept beside it."""
-        slot = self._slot(group, name, param)
-        if not self.state.get(param):
-            return PLAIN[param.dtype], (param,)
-        return slot.weight, (param, *slot.tensors[: len(slot.weight.parts) - 1])
-
-    def _moments(
-        self, group: dict[str, Any], name: str, param: Tensor
-    ) -> tuple[int, list[tuple[Moment, Format, tuple[Tensor, ...]]]]:
-        """Return how often a stepped param was stepped, and each of its moments with its format and parts."""
-        slot, state = self._slot(group, name, param), self.state[param]
-        moments = zip(slot.rule.moments, slot.moments, strict=True)
-        parts = [(m, format, tuple(state[checkpoint.key(part, m)] for part in format.parts)) for m, format in moments]
-        return int(state["step"]), parts
+            yield param, lambda held=(group, name, param): checkpoint.decode(*self._slots.weight(*held))
 
     def saturated(self) -> dict[str, int]:
         """Return how many weights of each param the last step kept at the largest number of its dtype, by name.
@@ -353,8 +298,8 @@ class HalfOptimizer(torch.optim.Optimizer):
         """What there is to tell of each param."""
         lines: dict[Tensor, report.Line] = {}
         for index, group, name, param in self._named():
-            slot = self._slot(group, name, param)
-            lines.setdefault(param, report.Line(index, group, param, self._plan(slot, param.dtype)))
+            slot = self._slots.of(group, name, param)
+            lines.setdefault(param, report.Line(index, group, param, slot.plan(param.dtype)))
         return list(lines.values())
 
     # ------------------------------------------------------------------ state
@@ -377,7 +322,7 @@ class HalfOptimizer(torch.optim.Optimizer):
 
         def take(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
             own = self.param_groups, self.defaults, self._live
-            loading = Loading(state_dict, *own, self._formats, self._held, self.state)
+            loading = Loading(state_dict, *own, self._formats, self._slots.weight, self.state)
             loaded.append((loading, loading.made()))
             # torch puts the groups in place
             return {"state": {}, "param_groups": loading.groups}
@@ -386,7 +331,7 @@ class HalfOptimizer(torch.optim.Optimizer):
             ((loading, states),) = loaded
             self.state.update(states)
             loading.write()
-            self._conversions = loading.conversions
+            self._conversions, self._begun = loading.conversions, True
 
         # last of the pre hooks, so that users' own are heard; first of the post hooks, so that theirs see all
         handles = (

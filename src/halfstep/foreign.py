@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from halfstep.checkpoint import count
+from halfstep.shards import local, spread, taken
 
 #: where bitsandbytes hides its tensors from FSDP
 _WRAPPED = "__bnb_optimizer_quant_state__"
@@ -121,7 +122,8 @@ def _optimi(saved: Mapping[str, Any], group: Mapping[str, Any], param: Tensor) -
         kept[name] = _shaped(saved, name, param).float() * (1 - beta**step)
     # where nothing is compensated its Triton kernels are given a byte
     if saved["kahan_comp"] is not None and getattr(saved["kahan_comp"], "dtype", None) is not torch.uint8:
-        kept["master"] = param.detach().float() + _shaped(saved, "kahan_comp", param).to(param.device).float()
+        here, lost = local(param).detach(), taken(_shaped(saved, "kahan_comp", param), param)
+        kept["master"] = spread(here.float() + lost.to(here.device).float(), param.shape, param)
     return kept
 
 

@@ -2,24 +2,16 @@
 
 import inspect
 import itertools
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from halfstep import backends
-from halfstep.backends.pieces import chunks as chunks_of
-from halfstep.contracts import CHUNK
 from halfstep.engine import HalfOptimizer
-from halfstep.formats import GRADS
-from halfstep.tensors import check_grad, named
-
-#: How many chunks are summed at a time, a power of two: their sums take 8 MiB at most, however large the model.
-WINDOW = 2**20
+from halfstep.shards import agreed, local, sharded, spread, spreads
+from halfstep.tensors import checked_grad, named
 
 
 def graded(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], str, Any]]:
@@ -33,10 +25,61 @@ def graded(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], s
 
 
 def innermost(optimizer: Any) -> Any:
-    """Return the optimizer behind wrappers, which keep it as ``.optimizer`` (Accelerate's does)."""
-    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+    """Return the optimizer behind wrappers, which keep it as ``.optimizer`` (Accelerate's) or ``.optim`` (torch's)."""
+    while True:
+        inner = getattr(optimizer, "optimizer", None) or getattr(optimizer, "optim", None)
+        if not isinstance(inner, torch.optim.Optimizer):
+            return optimizer
         optimizer = inner
-    return optimizer
+
+
+def holder(optimizer: Any) -> Any:
+    """Return who has all params in its groups: an optimizer within ZeRO has those alone that this process steps."""
+    return optimizer if hasattr(optimizer, "param_groups") else innermost(optimizer)
+
+
+def params_of(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    """All of an optimizer's params."""
+    return itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
+
+
+class Here(NamedTuple):
+    """An optimizer as torch's scaler looks at it, with what lies here of its gradients."""
+
+    param_groups: list[dict[str, list[Tensor]]]
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer) -> "Here":
+        """Let a tensor stand for each sharded param, one that has for its gradient the part that lies here."""
+        return cls([{"params": [cls._stand_in(param) for _, _, param in graded(optimizer)]}])
+
+    @staticmethod
+    def _stand_in(param: Any) -> Tensor:
+        if not sharded(param):
+            return param
+        grad = local(param.grad)
+        stand_in = grad.detach()
+        stand_in.grad = grad
+        return stand_in
+
+
+def found_everywhere(
+    optimizer: torch.optim.Optimizer, look: Callable[[Any], dict[torch.device, Tensor]]
+) -> dict[torch.device, Tensor]:
+    """Return by device what ``look`` finds in an optimizer's gradients: flags, which are 1 where one of any process is.
+
+    Args:
+        optimizer: whose gradients are looked at.
+        look: looks at what has the optimizer's ``param_groups``, with the parts of its gradients that lie here.
+    """
+    over = spreads(params_of(optimizer))
+    found = look(Here.of(optimizer) if over else optimizer)
+    if over:
+        first, *others = found.values()
+        joined = agreed(torch.stack([first, *(there(other, first.device) for other in others)]).amax(), over)
+        for flag in found.values():
+            flag.copy_(joined, non_blocking=True)
+    return found
 
 
 def capturable(optimizer: Any) -> bool:
@@ -52,10 +95,10 @@ def watched(optimizer: Any) -> bool:
     return bool(optimizer is not inner or own_step or inner._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
 
 
-def check(optimizer: HalfOptimizer) -> None:
+def check(optimizer: torch.optim.Optimizer) -> None:
     """Raise for a gradient that no step takes."""
     for _, name, param in graded(optimizer):
-        check_grad(name, param.grad)
+        checked_grad(name, param)
 
 
 def refuse_float16(optimizer: torch.optim.Optimizer) -> None:
@@ -70,11 +113,11 @@ def refuse_float16(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-def widen(optimizer: HalfOptimizer, widened: dict[Tensor, torch.dtype | None]) -> None:
+def widen(optimizer: torch.optim.Optimizer, widened: dict[Tensor, torch.dtype | None]) -> None:
     """Replace each 16-bit gradient by its float32 value, noting in ``widened`` what the param's grad_dtype was."""
     for _, _, param in graded(optimizer):
         if param.grad.dtype is not torch.float32:
-            grad = param.grad.detach().float()
+            grad = spread(local(param.grad).detach().float(), param.shape, param)
             # only without a grad may grad_dtype change, and None alone lets a 16-bit param hold a float32 grad
             widened.setdefault(param, param.grad_dtype)
             param.grad = None
@@ -89,176 +132,6 @@ def drop(widened: Mapping[Any, torch.dtype | None]) -> None:
         param.grad_dtype = dtype
 
 
-class Squares(NamedTuple):
-    """What one read of all gradients tells: the sum of their squares, and what is not finite.
-
-    Args:
-        total: float64, no dimensions, on the gradients' device, or on the first of several; not finite where a gradient
-            is not.
-        kinds: names of params, and of each one's gradient 0 where it is finite, 1 where infinite, 2 where NaN.
-    """
-
-    total: Tensor
-    kinds: list[tuple[list[str], Tensor]]
-
-    def not_finite(self) -> dict[str, str]:
-        """Name the params whose gradients are not finite, and say which: "NaN", or "infinite" alone."""
-        found: dict[str, int] = {}
-        for names, kinds in self.kinds:
-            for name, kind in zip(names, kinds.tolist(), strict=True):
-                found[name] = max(kind, found.get(name, 0))
-        return {name: ("infinite", "NaN")[kind - 1] for name, kind in found.items() if kind}
-
-
-def squares(optimizer: HalfOptimizer) -> Squares:
-    """Read all gradients as they are, once, and sum their squares in float64.
-
-    Neighbours among the sums of all chunks, in the order of the params, are added in pairs, and so on with what is
-    left: the same bits from every backend. Nothing waits for a device.
-
-    Raises:
-        TypeError: a gradient is sparse, or of a dtype that no step takes.
-    """
-    totals, kinds, waiting, requested = [], [], None, ""
-    for window in _windows(optimizer):
-        sums = _sums(window, kinds)
-        if waiting is None:
-            waiting, requested = sums[:0], window[0][0]
-        *whole, waiting = _split(torch.cat([waiting, sums.to(waiting.device)]) if len(waiting) else sums)
-        totals += [backends.total(sums, requested) for sums in whole]
-    if waiting is None:
-        return Squares(torch.zeros((), dtype=torch.float64), [])
-    rest = backends.total(waiting, requested)
-    return Squares(backends.total(torch.stack([*totals, rest]), requested) if totals else rest, kinds)
-
-
-def _windows(optimizer: HalfOptimizer) -> Iterator[list[tuple[str, str, Tensor]]]:
-    """All gradients, each with its group's backend and its param's name, in lists of about `WINDOW` chunks."""
-    window, chunks = [], 0
-    for group, name, param in graded(optimizer):
-        check_grad(name, param.grad)
-        grad = param.grad.detach()
-        for piece in grad.view(-1).split(WINDOW * CHUNK) if grad.is_contiguous() else [grad]:
-            window.append((group["backend"], name, piece))
-            chunks += chunks_of(piece)
-            if chunks >= WINDOW:
-                yield window
-                window, chunks = [], 0
-    if window:
-        yield window
-
-
-def _sums(window: Sequence[tuple[str, str, Tensor]], kinds: list[tuple[list[str], Tensor]]) -> Tensor:
-    """The sums of the squares of each gradient's chunks, in order, whoever takes them; ``kinds`` takes their kinds."""
-    places = [0, *itertools.accumulate(chunks_of(grad) for _, _, grad in window)]
-    batches: dict[Any, list[int]] = {}
-    for k, (requested, _, grad) in enumerate(window):
-        batches.setdefault((requested, grad.dtype, grad.device), []).append(k)
-    sums = None
-    for (requested, dtype, _), batch in batches.items():
-        found, kind = backends.squares(GRADS[dtype], [window[k][2] for k in batch], requested)
-        kinds.append(([window[k][1] for k in batch], kind))
-        if len(batches) == 1:
-            return found
-        if sums is None:
-            sums = torch.zeros(places[-1], dtype=torch.float64, device=found.device)
-        sizes = [places[k + 1] - places[k] for k in batch]
-        for k, piece in zip(batch, found.to(sums.device, non_blocking=True).split(sizes), strict=True):
-            sums[places[k] : places[k + 1]] = piece
-    assert sums is not None
-    return sums
-
-
-def _split(sums: Tensor) -> list[Tensor]:
-    """Cut what is a whole window's from the front; the last is what is left, maybe nothing."""
-    whole = len(sums) // WINDOW * WINDOW
-    return [*(sums[:whole].split(WINDOW) if whole else ()), sums[whole:]]
-
-
-@dataclass(frozen=True)
-class Clip:
-    """A clip that the next step does, and the gradients that it is for.
-
-    Args:
-        norm: of the unscaled gradients; a tensor where nothing waits for the device.
-        max_norm: what it should not exceed.
-        inverse: what the step multiplies these gradients by to unscale them, likewise.
-        param, grad, version: a param with a gradient, to see whether the gradients are still the same.
-    """
-
-    norm: float | Tensor
-    max_norm: float
-    inverse: float | Tensor
-    param: Tensor
-    grad: Tensor
-    version: int
-
-    @classmethod
-    def of(
-        cls, optimizer: HalfOptimizer, norm: float | Tensor, max_norm: float, inverse: float | Tensor
-    ) -> "Clip | None":
-        """Return the clip of the gradients that ``optimizer`` has now, or None where it has none."""
-        for _, _, param in graded(optimizer):
-            return cls(norm, max_norm, inverse, param, param.grad, param.grad._version)
-        return None
-
-    def holds(self) -> bool:
-        """Whether it is for the gradients that there are now, and not for earlier ones.
-
-        Raises:
-            RuntimeError: they are the same tensors with other values.
-        """
-        same = self.param.grad is self.grad
-        if same and self.grad._version != self.version:
-            raise RuntimeError(
-                "the gradients have changed since clip_grad_norm_ took their norm: call it after the last backward and "
-                "right before the step"
-            )
-        return same
-
-    def check(self, inverse: float | Tensor) -> None:
-        """Raise unless ``inverse`` is what the gradients were said to be unscaled by, as far as the host knows."""
-        if isinstance(inverse, Tensor) and isinstance(self.inverse, Tensor):
-            return
-        if isinstance(inverse, Tensor) or isinstance(self.inverse, Tensor):
-            raise RuntimeError(
-                "clip_grad_norm_ was not given the scaler that steps, or not the one that does: call "
-                "clip_grad_norm_(optimizer, max_norm, scaler) with it"
-            )
-        if inverse != self.inverse:
-            raise RuntimeError(
-                f"clip_grad_norm_ took gradients scaled by {1 / self.inverse:g}, and they are scaled by "
-                f"{1 / inverse:g}: call clip_grad_norm_(optimizer, max_norm, scaler) with the scaler that steps"
-            )
-
-    def factor(self, inverse: float | Tensor) -> float | Tensor:
-        """Return what the step multiplies the gradients by, besides ``inverse``; 1 where they are others.
-
-        Raises:
-            RuntimeError: the gradients changed, are not finite, or were not scaled as was said.
-        """
-        if not self.holds():
-            return 1.0
-        self.check(inverse)
-        if isinstance(self.norm, Tensor):
-            return (self.max_norm / (self.norm + 1e-6)).clamp(max=1.0)
-        if not math.isfinite(self.norm):
-            raise RuntimeError(
-                f"the gradients' norm is {self.norm}, so that nothing can be clipped to: leave the step out "
-                "(zero_grad()), or step by a halfstep.GradScaler, which does that by itself"
-            )
-        return min(1.0, self.max_norm / (self.norm + 1e-6))
-
-    def skip(self) -> Tensor | None:
-        """Return on the device whether the norm is not finite, where the host does not wait to know."""
-        return overflowed(self.norm) if isinstance(self.norm, Tensor) and self.holds() else None
-
-
-def overflowed(total: Tensor) -> Tensor:
-    """Return float32 1 where a sum or norm is not finite, else 0, on its device, as torch's scaler keeps it."""
-    return (~total.isfinite()).float()
-
-
 def there(number: Tensor, device: torch.device) -> Tensor:
     """Return a number without dimensions on ``device``, without waiting for that."""
     if number.device.type == "cpu":
@@ -270,7 +143,7 @@ def not_finite(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """Name the params whose gradients are not finite, and say which: "NaN", or "infinite" alone."""
     names = {}
     for _, name, param in graded(optimizer):
-        values = param.grad.coalesce().values() if param.grad.is_sparse else param.grad
+        values = param.grad.coalesce().values() if param.grad.is_sparse else local(param.grad)
         if values.isnan().any():
             names[name] = "NaN"
         elif values.isinf().any():

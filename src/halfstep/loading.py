@@ -70,7 +70,7 @@ class Loading:
                     if entry:
                         rule, weight, moments = formats(options, param)
                         # others say nothing of the weight, which stays as it is
-                        own_weight = (PLAIN[param.dtype], (param.detach(),)) if ours else held(group, name, param)
+                        own_weight = (PLAIN[param.dtype], (param,)) if ours else held(group, name, param)
                         pairs = list(zip(rule.moments, moments, strict=True))
                         seed = options["seed"]
                         self._entries[param] = Entry(name, entry, param, weight, pairs, seed, place, own_weight)

@@ -14,6 +14,7 @@ from halfstep import backends
 from halfstep.backends.pieces import part_shape
 from halfstep.contracts import Part, Plan
 from halfstep.formats import too_small
+from halfstep.shards import local
 
 _MIB = 2**20
 
@@ -29,8 +30,8 @@ class Line:
 
     def memory(self) -> dict[str, int]:
         """Return its bytes, by what they are for."""
-        param = self.param
-        grad = param.nbytes if param.grad is None else param.grad.nbytes
+        param = local(self.param)
+        grad = param.nbytes if self.param.grad is None else local(self.param.grad).nbytes
         weight = sum(_nbytes(part, param) for part in self.plan.weight.parts[1:])
         moments = sum(_nbytes(part, param) for format in self.plan.moments for part in format.parts)
         return {"param": param.nbytes, "grad": grad, "weight": weight, "moments": moments}
@@ -57,7 +58,8 @@ class Line:
             found.append(f"weights {self.plan.weight.name} (weights={self.options['weights']!r} is for 16-bit params)")
         asked = self.options["moments"]
         for name in dict.fromkeys(format.name for format in self.plan.moments if format.name != asked):
-            found.append(f"moments {name} (moments={asked!r} is not for tensors with {too_small(self.param.shape)})")
+            reason = too_small(self.param.shape) or "rows that processes share amid a block"
+            found.append(f"moments {name} (moments={asked!r} is not for tensors with {reason})")
         return found
 
 
@@ -98,7 +100,7 @@ def table(lines: Sequence[Line]) -> list[str]:
 
 def _sums(lines: Sequence[Line]) -> tuple[str, ...]:
     """Return number of tensors, elements, MiB and bytes an element."""
-    elements, total = sum(line.param.numel() for line in lines), memory(lines)["total"]
+    elements, total = sum(local(line.param).numel() for line in lines), memory(lines)["total"]
     each = f"{total / elements:.2f}" if elements else "-"
     return str(len(lines)), f"{elements:,}", f"{total / _MIB:,.1f}", each
 
@@ -106,7 +108,7 @@ def _sums(lines: Sequence[Line]) -> tuple[str, ...]:
 def warn_of_saturation(name: str, param: Tensor, count: int) -> None:
     """Warn that ``count`` weights of a param are kept at the largest number of its dtype."""
     warnings.warn(
-        f"{name}: {count} of {param.numel()} weights went past {torch.finfo(param.dtype).max:g}, the largest "
+        f"{name}: {count} of {local(param).numel()} weights went past {torch.finfo(param.dtype).max:g}, the largest "
         f"{param.dtype}, and stay there until their gradients turn. Lower lr, raise weight_decay, or keep "
         "this param in a wider dtype. Further ones are counted by optimizer.saturated()",
         RuntimeWarning,

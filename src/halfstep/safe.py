@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from halfstep.files import write_atomically
+from halfstep.shards import sharded
 
 #: The entry of the file's head that says how a nested state is put together.
 _HEAD = "halfstep"
@@ -101,6 +102,11 @@ class _Tensors:
 
     def add(self, path: tuple[Any, ...], tensor: Tensor) -> str:
         """Return the name for the tensor at ``path``: that of an earlier one, where it is the same memory."""
+        if sharded(tensor):
+            raise ValueError(
+                f"{_where(path)} is a DTensor, of which each process has a part: let every process call full_tensor() "
+                "on it and one of them save, or use torch.distributed.checkpoint"
+            )
         if tensor.layout is not torch.strided or tensor.device.type == "meta":
             raise ValueError(f"{_where(path)} is a tensor of layout {tensor.layout} on {tensor.device}: make it dense")
         if tensor.dtype not in _DTYPES:

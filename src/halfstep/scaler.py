@@ -14,21 +14,20 @@ from torch.amp.grad_scaler import OptState
 from halfstep.engine import HalfOptimizer
 from halfstep.floor import Floor
 from halfstep.gradients import (
-    Clip,
-    Squares,
     capturable,
     check,
     drop,
+    found_everywhere,
     graded,
+    holder,
     innermost,
     not_finite,
-    overflowed,
     refuse_float16,
-    squares,
     there,
     watched,
     widen,
 )
+from halfstep.norms import Clip, Squares, overflowed, squares
 from halfstep.scales import FLOAT16_CAP, bounds, completed, rounded
 from halfstep.tensors import materialized, tensors_in
 
@@ -161,7 +160,7 @@ class GradScaler(torch.amp.GradScaler):
             if any(arg is not None for arg in args):
                 raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         elif not self._allow_fp16:
-            refuse_float16(inner)
+            refuse_float16(holder(optimizer))
         self._check_scale_growth_tracker("step")
         state = self._state(optimizer)
         straight = state["stage"] is OptState.READY and isinstance(inner, HalfOptimizer) and not watched(optimizer)
@@ -251,21 +250,22 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         # torch calls this twice over: to unscale, and with allow_fp16 and a scale of 1 only to check
-        inner, clip = innermost(optimizer), None
+        inner, optimizer, clip = innermost(optimizer), holder(optimizer), None
         if isinstance(inner, HalfOptimizer):
-            optimizer = inner
-            check(inner)
+            check(optimizer)
             if not allow_fp16:
                 clip = self._clip_of(inner)
-                widen(inner, self._state(inner).setdefault("widened", {}))
+                widen(optimizer, self._state(inner).setdefault("widened", {}))
         elif not (allow_fp16 or self._allow_fp16):
-            refuse_float16(inner)
-        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16 or self._allow_fp16)
-        if clip:  # its norm is that of the unscaled gradients
-            inner._clip = Clip.of(inner, clip.norm, clip.max_norm, 1.0)
-        self._look_at_floor(inner, found)
-        # no param had a gradient: nothing overflowed
-        return found or {found_inf.device: found_inf}
+            refuse_float16(optimizer)
+        unscale, asked = super()._unscale_grads_, (inv_scale, found_inf, allow_fp16 or self._allow_fp16)
+        # where no param has a gradient nothing overflowed
+        nothing = {found_inf.device: found_inf}
+        found = found_everywhere(optimizer, lambda here: unscale(here, *asked) or nothing)
+        if clip:  # its norm is that of what is unscaled
+            inner._clip = Clip.of(optimizer, clip.norm, clip.max_norm, 1.0)
+        self._look_at_floor(optimizer, found)
+        return found
 
     def _read_through(self, optimizer: HalfOptimizer) -> dict[torch.device, Tensor]:
         """Return for each device that has gradients whether one of them all is not finite, as torch keeps it."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from halfstep.formats import GRADS, PLAIN
+from halfstep.shards import alike, described, local, respread, sharded, unfit
 
 
 def named(group: Mapping[str, Any], index: int) -> Iterator[tuple[str, Tensor]]:
@@ -29,15 +30,25 @@ def check_param(name: str, param: Tensor) -> None:
             f"{name} has the layout {param.layout}: halfstep steps dense params. Make it one with param.to_dense(), or "
             "give it to an optimizer of torch.optim"
         )
-    if _overlaps(param):
+    if reason := unfit(param):
+        raise ValueError(f"{name} is {described(param)}, and {reason}")
+    if _overlaps(local(param)):
         raise ValueError(
             f"{name} is a view of shape {tuple(param.shape)} with strides {param.stride()}, in which elements share "
             "memory: make it a tensor of its own with param.contiguous()"
         )
 
 
-def check_grad(name: str, grad: Tensor) -> None:
-    """Raise for a gradient that no step takes; ``name`` is its param's."""
+def checked_grad(name: str, param: Tensor) -> Tensor:
+    """Return what lies here of a param's gradient; raise where no step takes it.
+
+    A gradient that is sharded otherwise than its param, such as one of which each process has a summand, is first made
+    alike by all processes together, and takes its place.
+    """
+    grad = param.grad
+    assert grad is not None
+    if sharded(param) or sharded(grad):
+        grad = _made_alike(name, param, grad)
     if grad.layout is not torch.strided:
         raise TypeError(
             f"the gradient of {name} is sparse ({grad.layout}): halfstep takes dense ones. Build the module with "
@@ -48,15 +59,27 @@ def check_grad(name: str, grad: Tensor) -> None:
             f"the gradient of {name} is {grad.dtype}: must be float16, bfloat16 or float32; cast it, as in "
             "param.grad = param.grad.float()"
         )
-
-
-def check_alike(name: str, param: Tensor, grad: Tensor) -> None:
-    """Raise for a gradient from before its param was given other values by ``param.data = ...``."""
+    param = local(param)
+    # from before its param was given other values by `param.data = ...`
     if grad.shape != param.shape or grad.device != param.device:
         raise ValueError(
             f"{name} has shape {tuple(param.shape)} on {param.device}, its gradient {tuple(grad.shape)} on "
             f"{grad.device}: drop the gradient with zero_grad() after replacing a param's data"
         )
+    return grad
+
+
+def _made_alike(name: str, param: Tensor, grad: Tensor) -> Tensor:
+    """Return what lies here of a gradient, spread as its param is."""
+    if not alike(grad, param):
+        try:
+            param.grad = grad = respread(grad.detach(), param)
+        except ValueError as error:
+            raise TypeError(
+                f"the gradient of {name} is {error}; drop it with zero_grad() after sharding a model, so that the next "
+                "backward makes it anew"
+            ) from None
+    return local(grad)
 
 
 def _overlaps(tensor: Tensor) -> bool:

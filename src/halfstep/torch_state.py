@@ -45,7 +45,7 @@ def torch_state_dict(optimizer: HalfOptimizer) -> dict[str, Any]:
     states = {}
     for number, (_, group, name, param) in zip(numbers, optimizer._named(), strict=True):
         if optimizer.state.get(param):
-            step, moments = optimizer._moments(group, name, param)
+            step, moments = optimizer._slots.moments(group, name, param)
             if step > 2**24:
                 raise ValueError(
                     f"{name} has had {step} steps: torch counts in float32, exactly up to {2**24}. By then the count "

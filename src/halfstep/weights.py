@@ -15,6 +15,7 @@ from halfstep.engine import HalfOptimizer
 from halfstep.formats import FLOAT32
 from halfstep.gradients import innermost
 from halfstep.safe import load_safetensors
+from halfstep.shards import local, taken
 from halfstep.slots import Slot
 
 
@@ -93,8 +94,8 @@ def load_weights(
     for name, target in _once(targets, given):
         if target in owners:
             owner, place, group, label = owners[target]
-            slot = owner._slot(group, label, target)
-            writes.append(_Write(owner, place, group["seed"], slot, target, given[name]))
+            slot = owner._slots.of(group, label, target)
+            writes.append(_Write(owner, place, group, slot, target, given[name]))
         else:
             writes.append((target, given[name]))
     extra = {name: value for name, value in given.items() if _is_extra(name) or not isinstance(value, Tensor)}
@@ -108,7 +109,7 @@ def load_weights(
                 saturated.append((write, write()))
             else:
                 target, value = write
-                target.copy_(value)
+                local(target).copy_(taken(value, target))
     # a warning may be an error, and comes when all is written
     for write, count in saturated:
         if count:
@@ -182,6 +183,10 @@ def _check(targets: Mapping[str, Any], given: Any) -> None:
             raise ValueError(
                 f"float32_state[{name!r}] is {value.dtype} of layout {value.layout}, and the model's {target.dtype}"
             )
+        try:
+            taken(value, target)
+        except ValueError as error:
+            raise ValueError(f"float32_state[{name!r}] is {error}") from None
         if value.is_meta:
             raise ValueError(
                 f"float32_state[{name!r}] is on the meta device and has no values: load the checkpoint onto the CPU"
@@ -194,7 +199,7 @@ def _check(targets: Mapping[str, Any], given: Any) -> None:
 def _bits(value: Tensor, target: Tensor) -> Tensor:
     """What makes two tensors the same, NaN included: the bits that are loaded, in float32 where 16 would hide some."""
     dtype = torch.float32 if target.dtype in (torch.float16, torch.bfloat16) else target.dtype
-    return value.detach().to(target.device, dtype).contiguous().view(-1).view(torch.uint8)
+    return taken(value.detach(), target).to(target.device, dtype).contiguous().view(-1).view(torch.uint8)
 
 
 def _listed(names: list[str]) -> str:
@@ -207,20 +212,21 @@ class _Write(NamedTuple):
 
     owner: HalfOptimizer
     place: int
-    seed: int
+    group: dict[str, Any]
     slot: Slot
     param: Tensor
     value: Tensor
 
     def __call__(self) -> int:
         """Write it, and return how many weights saturate."""
-        owner, place, seed, slot, param, value = self
+        owner, place, group, slot, param, value = self
         format, state = slot.weight, owner.state.get(param)
         if not state and len(format.parts) > 1:
-            state = owner._begin(slot, param, place)
-        counter = Counter(seed, state.get("stream", place), int(state["step"])) if state else Counter(seed, place)
-        beside = [state[checkpoint.key(part)] for part in format.parts[1:]] if state else []
-        value = value.detach().to(device=param.device, dtype=torch.float32)
-        convert(FLOAT32, (value,), format, (param.data, *beside), counter, checkpoint.CONVERSION)
+            state = owner._slots.begin(group, slot, param, place)
+        stream, step = (state.get("stream", place), int(state["step"])) if state else (place, 0)
+        counter = Counter(group["seed"], stream, step, *slot.lines)
+        beside = [local(state[checkpoint.key(part)]) for part in format.parts[1:]] if state else []
+        value = taken(value.detach(), param).to(device=param.device, dtype=torch.float32)
+        convert(FLOAT32, (value,), format, (local(param).detach(), *beside), counter, checkpoint.CONVERSION)
         torch.autograd.graph.increment_version(param)
         return int(bind(format.saturates)(value).sum()) if format.saturates else 0

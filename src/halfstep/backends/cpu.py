@@ -72,7 +72,8 @@ class _Kernel:
         addresses = np.array([row.addresses for row in found], dtype=np.int64)
         steps = [jobs[row.job].counter.step for row in found]
         numbers = np.array(
-            [(r.seed, r.stream, step, r.start, r.length) for r, step in zip(found, steps, strict=True)], dtype=np.int64
+            [(r.seed, r.stream, step, r.start, r.length, r.pitch) for r, step in zip(found, steps, strict=True)],
+            dtype=np.int64,
         )
         scalars = np.array([jobs[row.job].scalars for row in found], dtype=np.float64).astype(np.float32)
         offsets = _offsets([row.size if self._unit == 1 else Rows(row.length).block(row.size) for row in found])

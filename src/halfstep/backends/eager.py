@@ -86,6 +86,11 @@ def _low(number: int) -> int:
 _stream_key = primitives.bind(stream_key, WORDS | {"to_i32": _low})
 
 
+def _spans(shape: Sequence[int], in_blocks: bool) -> Iterator[tuple[int, int]]:
+    """Where the spans of a tensor begin and end; with blocks in them they respect rows."""
+    return spans(shape, PIECE, rows(shape).length if in_blocks else 1)
+
+
 class _Span:
     """A span of a tensor: its parts, flat, the blocks in it, and its random bits."""
 
@@ -135,7 +140,10 @@ class _Span:
         counter = self.counter
         numbers = (counter.seed, counter.seed >> 32, counter.stream, counter.step)
         key, fold = _stream_key(*map(_low, numbers), use // 2)
-        index = torch.arange(counter.start + self.start, counter.start + self.stop, device=self.device)
+        index = torch.arange(self.start, self.stop, device=self.device)
+        if counter.length:
+            index = index // counter.length * counter.pitch + index % counter.length
+        index += counter.start
         words = (bind(keyed)(half, (index >> 32).to(torch.int32)) for half in (key, fold))
         return bind(second_half if use % 2 else first_half)(bind(random_bits)(index.to(torch.int32), *words))
 
@@ -148,7 +156,7 @@ def values(format: Format, parts: Sequence[Tensor]) -> Iterator[Tensor]:
         format: the format of ``parts``.
         parts: shared ones are contiguous, others have any strides.
     """
-    for start, stop in spans(parts[0].shape, PIECE, bool(format.measure)):
+    for start, stop in _spans(parts[0].shape, bool(format.measure)):
         span = _Span(parts[0].shape, start, stop, NOWHERE, parts[0].device)
         yield span.load(format, span.cut(format, parts))
 
@@ -174,7 +182,7 @@ def convert(
         watch: sees the values of each span, and then what ``target`` has of them.
     """
     shape, device = parts[0].shape, parts[0].device
-    for start, stop in spans(shape, PIECE, bool(source.measure or target.measure)):
+    for start, stop in _spans(shape, bool(source.measure or target.measure)):
         span = _Span(shape, start, stop, counter, device)
         value = span.load(source, span.cut(source, parts))
         kept = span.store(target, value, span.random(use) if target.random else None)
@@ -212,7 +220,7 @@ class Eager(Backend):
         def step(job: Job) -> Tensor | int:
             saturated: Tensor | int = 0
             factor, *scalars = job.scalars
-            for start, stop in spans(job.param.shape, PIECE, plan.in_blocks):
+            for start, stop in _spans(job.param.shape, plan.in_blocks):
                 span = _Span(job.param.shape, start, stop, job.counter, job.param.device)
                 param, rest = taken(job.param, start, stop), iter(job.state)
                 kept = [[param, *(span.of(part, next(rest)) for part in plan.weight.parts[1:])]]

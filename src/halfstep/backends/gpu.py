@@ -186,11 +186,11 @@ class _Kernel:
         return steps, scalars, skip
 
     def _row(self, row: Row) -> tuple[Sequence[int], int]:
-        length = row.length if self._plan.in_blocks else max(row.size, 1)
+        length = row.length
         total = -(-Rows(length).block(row.size) // tiles.BLOCKS)
         aligned = all(address % WIDE == 0 for address, own in zip(row.addresses, self._own, strict=True) if own)
         whole = total if length % WIDE == 0 else (row.size // tiles.TILE if row.size == length else 0)
-        numbers = (row.job, row.size, length, row.size // length, row.seed, row.stream, row.start)
+        numbers = (row.job, row.size, length, row.size // length, row.seed, row.stream, row.start, row.pitch)
         return (*row.addresses, *numbers, whole if aligned else 0), total
 
 

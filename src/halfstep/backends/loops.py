@@ -49,18 +49,20 @@ def kernel(addresses, offsets, numbers, scalars, tensor, begin, end, saturated):
     {buffers}
     while begin < end:
         {known}
-        origin, high = numbers[tensor, 3], int64(-1)
+        origin, length, pitch, high = numbers[tensor, 3], numbers[tensor, 4], numbers[tensor, 5], int64(-1)
         left, right = begin - offsets[tensor], min(end, offsets[tensor + 1]) - offsets[tensor]
         {walk}
         begin = offsets[tensor] + right
         tensor += 1
 """
 
-# Work is counted in elements where no part is shared.
+# Work is counted in elements where no part is shared. A run ends with its row: behind it indices go on elsewhere.
 _RUNS = """
 first, done = left, 0
 while first < right:
-    index, size = origin + first, min(right - first, PIECE)
+    row = first // length
+    place = first - row * length
+    index, size = origin + row * pitch + place, min(right - first, length - place, PIECE)
     {elements}
     first += size
 """
@@ -68,18 +70,17 @@ while first < right:
 # Where a part is shared work is counted in blocks. What is measured of a block's values goes into buffers, and from
 # there through store once the largest is known.
 _BLOCKS = """
-length = numbers[tensor, 4]
 blocks = (length + BLOCK - 1) // BLOCK
 row = left // blocks
 place = (left - row * blocks) * BLOCK
 for block in range(left, right):
-    begun, whole = row * length + place, min(BLOCK, length - place)
+    begun, head, whole = row * length + place, origin + row * pitch + place, min(BLOCK, length - place)
     {unknown}
     {fetches}
     done = 0
     while done < whole:
         first = begun + done
-        index, size = origin + first, whole - done
+        index, size = head + done, whole - done
         {elements}
         done += size
     for i in range(whole):
@@ -317,8 +318,8 @@ def compile_plan(plan: Plan) -> Callable[..., None]:
     """Return the kernel of ``plan`` over tables with a row for each tensor.
 
     It takes the addresses of the param, of its state's parts and of the gradient; where each tensor's work begins in
-    the sum of all; seed, stream, step, index of the first element and length of a row; the scalars; then the first
-    tensor, the work to do from there on, and where to add what saturated.
+    the sum of all; seed, stream, step, index of the first element, length of a row and how far rows begin from each
+    other in index; the scalars; then the first tensor, the work to do from there on, and where to add what saturated.
     """
     source = _Source(plan)
     names = source.names

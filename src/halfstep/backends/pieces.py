@@ -41,21 +41,20 @@ def part_shape(part: Part, shape: Sequence[int]) -> tuple[int, ...]:
     return first, rows(shape).blocks if math.prod(shape[1:]) else 0
 
 
-def spans(shape: Sequence[int], limit: int, whole_blocks: bool = False) -> Iterator[tuple[int, int]]:
+def spans(shape: Sequence[int], limit: int, length: int = 1) -> Iterator[tuple[int, int]]:
     """Cut the row-major order of a tensor into spans ``(start, stop)`` of at most ``limit`` elements.
 
-    With ``whole_blocks`` a span is a number of whole rows, or lies within one row and begins on a block of it; then
-    ``limit`` is at least `BLOCK`.
+    A span is a number of whole lines of ``length`` elements, of which the tensor is made, or lies within one line and
+    begins on a block of it; where lines are longer than ``limit`` that is at least `BLOCK`.
     """
     total = math.prod(shape)
-    length = rows(shape).length if whole_blocks else 1
     if length <= limit:
         step = limit // length * length
         yield from ((start, min(start + step, total)) for start in range(0, total, step))
     else:
         step = limit // BLOCK * BLOCK
-        for row in range(0, total, length):
-            yield from ((start, min(start + step, row + length)) for start in range(row, row + length, step))
+        for line in range(0, total, length):
+            yield from ((start, min(start + step, line + length)) for start in range(line, line + length, step))
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:

@@ -22,7 +22,7 @@ BLOCKS, NARROW = 16, 4
 TILE = BLOCKS * BLOCK
 
 #: What the table says of a tensor behind its addresses.
-KNOWN = ("job", "size", "length", "rows", "seed", "stream", "start", "first_tile", "wide_tiles")
+KNOWN = ("job", "size", "length", "rows", "seed", "stream", "start", "pitch", "first_tile", "wide_tiles")
 
 
 def columns(plan: Plan) -> tuple[str, ...]:
@@ -40,8 +40,9 @@ def {name}(tensors, table, steps, scalars, skip, saturated):
         lane = tl.arange(0, BLOCK)[None, :]
         block = tile * BLOCKS
         {origin}
-        first = start + origin
-        if (tile < wide_tiles) & (first >> 32 == (first + TILE - 1) >> 32):
+        wide = tile < wide_tiles
+        {ends}
+        if wide:
             k = tl.arange(0, BLOCKS)
             {bases}
             i = tl.multiple_of(base, WIDE)[:, None] + lane
@@ -56,7 +57,7 @@ def {name}(tensors, table, steps, scalars, skip, saturated):
                 {narrow}
 """
 
-# Where no part is shared a tensor is one row, and blocks are no more than the shape of a tile.
+# Where no part is shared and nothing is random, blocks are no more than the shape of a tile.
 _RUN = """
 total = ((size + BLOCK - 1) // BLOCK).to(tl.int32)
 origin = block.to(tl.int64) * BLOCK
@@ -66,13 +67,13 @@ base = origin + k * BLOCK
 width = tl.minimum(tl.maximum(size - base, 0), BLOCK).to(tl.int32)
 """
 
-# The blocks from one on lie in a row, and behind its end in the next ones. Blocks are counted in 32 bits.
+# Otherwise blocks begin with each row. Those from one on lie in a row, and behind its end in the next ones. They are
+# counted in 32 bits.
 _ROWS = """
 blocks = ((length + BLOCK - 1) // BLOCK).to(tl.int32)
 total = rows.to(tl.int32) * blocks
 row = block // blocks
 place = block - row * blocks
-origin = row.to(tl.int64) * length + place.to(tl.int64) * BLOCK
 """
 _ROWS_BASES = """
 end = tl.minimum(blocks - place, BLOCKS)
@@ -80,6 +81,17 @@ over = tl.where(k < end, 0, 1 + (k - end) // tl.minimum(blocks, BLOCKS))
 places = (place + k - over * blocks).to(tl.int64)
 base = (row + over).to(tl.int64) * length + places * BLOCK
 width = tl.where(row + over < rows, tl.minimum(length - places * BLOCK, BLOCK), 0).to(tl.int32)
+"""
+
+# An index has a high word, a part of the key, and a wide tile has but one: from its first block to the end of its last.
+_ENDS = """
+first = start + row.to(tl.int64) * pitch + place.to(tl.int64) * BLOCK
+behind = (place + BLOCKS - 1) // blocks
+last = start + (row + behind).to(tl.int64) * pitch + (place + BLOCKS - behind * blocks).to(tl.int64) * BLOCK - 1
+wide &= first >> 32 == last >> 32
+"""
+_STARTS = """
+begun = start + (row + over).to(tl.int64) * pitch + places * BLOCK
 """
 
 
@@ -110,12 +122,14 @@ class _Source:
             words = "seed.to(tl.int32), (seed >> 32).to(tl.int32), stream.to(tl.int32), step"
             known.append("step = tl.load(steps + job).to(tl.int32)")
             known += [f"base{n}, bare{n} = stream_key({words}, {n})" for n in self.pairs]
-        origin, bases = (_ROWS, _ROWS_BASES) if self.plan.in_blocks else (_RUN, _RUN_BASES)
+        origin, bases = (_ROWS, _ROWS_BASES) if self.plan.in_blocks or self.pairs else (_RUN, _RUN_BASES)
+        ends, starts = (_ENDS, _STARTS) if self.pairs else ("", "")
         text = filled(
             _KERNEL,
             known=known,
             origin=origin.strip().splitlines(),
-            bases=bases.strip().splitlines(),
+            ends=ends.strip().splitlines(),
+            bases=(bases + starts).strip().splitlines(),
             wide=self._body(wide=True),
             narrow=self._body(wide=False),
         )
@@ -161,10 +175,10 @@ class _Source:
         return "_".join(("halfstep", self.plan.rule.name, *dict.fromkeys(formats)))
 
     def _random(self, pair: int, wide: bool) -> list[str]:
-        """The random bits of a pair of uses. An index has a high word, a part of the key; a wide tile has but one."""
+        """The random bits of a pair of uses."""
         high = f"({'first' if wide else 'index'} >> 32).to(tl.int32)"
         return [
-            "index = start + i",
+            "index = begun[:, None] + lane",
             f"key, fold = keyed(base{pair}, {high}), keyed(bare{pair}, {high})",
             f"h{pair} = random_bits(index.to(tl.int32), key, fold)",
         ]

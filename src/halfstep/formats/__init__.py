@@ -50,10 +50,13 @@ def weight_format(weights: str, dtype: torch.dtype) -> Format:
     return FLOAT32 if dtype is torch.float32 else WEIGHTS[weights][dtype]
 
 
-def moment_format(moments: str, moment: Moment, shape: Sequence[int]) -> Format:
-    """Return the format of a moment of a tensor that has ``shape`` as a whole; blocks are for large ones alone."""
+def moment_format(moments: str, moment: Moment, shape: Sequence[int], whole_blocks: bool = True) -> Format:
+    """Return the format of a moment of a tensor that has ``shape`` as a whole; blocks are for large ones alone.
+
+    Nor are they for one that is cut amid them, so that not all are ``whole_blocks``.
+    """
     format = MOMENTS[moments].of(moment)
-    return FLOAT32 if format.measure and too_small(shape) else format
+    return FLOAT32 if format.measure and (too_small(shape) or not whole_blocks) else format
 
 
 def too_small(shape: Sequence[int]) -> str:
