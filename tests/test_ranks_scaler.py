@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -217,18 +217,18 @@ class Model(nn.Module):
         return self.second(self.first(inputs).tanh())
 
 
-def pieces(step: int) -> list[Tensor]:
+def pieces(step: int, dtype: torch.dtype) -> list[Tensor]:
     generator = torch.Generator().manual_seed(step)
-    return [torch.randn(4, 8, generator=generator).bfloat16() for _ in range(4)]
+    return [torch.randn(4, 8, generator=generator).to(dtype) for _ in range(4)]
 
 
 def losses(model: Any, piece: Tensor) -> Tensor:
     return model(piece).float().square().mean()
 
 
-def reference(accumulate: bool) -> list[Tensor]:
+def reference(accumulate: bool, dtype: torch.dtype) -> list[Tensor]:
     """One process over both halves of each batch, whose gradients are rounded as two processes round theirs."""
-    model = Model().bfloat16()
+    model = Model().to(dtype)
     optimizer, scaler = (
         halfstep.AdamW(model.parameters(), lr=1e-2, backend="eager"),
         halfstep.GradScaler(init_scale=2.0**8),
@@ -236,7 +236,7 @@ def reference(accumulate: bool) -> list[Tensor]:
     for step in range(6):
         shares = []
         for rank in range(2):
-            mine = pieces(step)[2 * rank : 2 * rank + (2 if accumulate else 1)]
+            mine = pieces(step, dtype)[2 * rank : 2 * rank + (2 if accumulate else 1)]
             for piece in mine:
                 scaler.scale(losses(model, piece)).backward()
             shares.append([param.grad for param in model.parameters()])
@@ -249,15 +249,15 @@ def reference(accumulate: bool) -> list[Tensor]:
     return [param.detach() for param in model.parameters()]
 
 
-def with_ddp(accumulate: bool, views: bool, static: bool, how: str) -> list[Tensor]:
-    model = Model().bfloat16()
+def with_ddp(dtype: torch.dtype, accumulate: bool, views: bool, static: bool, how: str) -> list[Tensor]:
+    model = Model().to(dtype)
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=views, static_graph=static)
     optimizer, scaler = (
         halfstep.AdamW(model.parameters(), lr=1e-2, backend="eager"),
         halfstep.GradScaler(init_scale=2.0**8),
     )
     for step in range(6):
-        mine = pieces(step)[2 * dist.get_rank() :][: 2 if accumulate else 1]
+        mine = pieces(step, dtype)[2 * dist.get_rank() :][: 2 if accumulate else 1]
         for piece in mine[:-1]:
             with wrapped.no_sync():
                 scaler.scale(losses(wrapped, piece)).backward()
@@ -270,24 +270,24 @@ def with_ddp(accumulate: bool, views: bool, static: bool, how: str) -> list[Tens
     return [param.detach() for param in model.parameters()]
 
 
-def ddp() -> dict[Any, list[Tensor]]:
+def ddp(dtype: torch.dtype) -> dict[Any, list[Tensor]]:
     flags = (False, True)
     ways = itertools.product(flags, flags, flags, ("straight", "unscaled", "kept"))
     # a static graph takes part in each backward, so nothing accumulates
-    return {way: with_ddp(*way) for way in ways if not (way[0] and way[2])}
+    return {way: with_ddp(dtype, *way) for way in ways if not (way[0] and way[2])}
 
 
-def test_ddp_gives_the_bits_of_one_process() -> None:
-    alone = {accumulate: reference(accumulate) for accumulate in (False, True)}
-    for found in together(ddp, 2):
+def test_ddp_gives_the_bits_of_one_process(half: torch.dtype) -> None:
+    alone = {accumulate: reference(accumulate, half) for accumulate in (False, True)}
+    for found in together(ddp, 2, half):
         assert len(found) == 18
         for (accumulate, *way), params in found.items():
             for one, two in zip(alone[accumulate], params, strict=True):
                 assert torch.equal(one, two), (accumulate, way)
 
 
-def with_fsdp(accumulate: bool, how: str) -> list[Tensor]:
-    model: Any = Model().bfloat16()
+def with_fsdp(dtype: torch.dtype, accumulate: bool, how: str) -> list[Tensor]:
+    model: Any = Model().to(dtype)
     mesh = init_device_mesh("cpu", (2,))
     fully_shard(model.first, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -296,7 +296,7 @@ def with_fsdp(accumulate: bool, how: str) -> list[Tensor]:
         halfstep.GradScaler(init_scale=2.0**8),
     )
     for step in range(6):
-        mine = pieces(step)[2 * dist.get_rank() :][: 2 if accumulate else 1]
+        mine = pieces(step, dtype)[2 * dist.get_rank() :][: 2 if accumulate else 1]
         for number, piece in enumerate(mine, start=1):
             model.set_requires_gradient_sync(number == len(mine))
             scaler.scale(losses(model, piece)).backward()
@@ -308,14 +308,14 @@ def with_fsdp(accumulate: bool, how: str) -> list[Tensor]:
     return whole(list(model.parameters()))
 
 
-def fsdp() -> dict[Any, list[Tensor]]:
+def fsdp(dtype: torch.dtype) -> dict[Any, list[Tensor]]:
     ways = [(accumulate, how) for accumulate in (False, True) for how in ("straight", "unscaled", "kept")]
-    return {way: with_fsdp(*way) for way in ways}
+    return {way: with_fsdp(dtype, *way) for way in ways}
 
 
-def test_fsdp2_gives_the_bits_of_one_process() -> None:
-    alone = reference(False)
-    for found in together(fsdp, 2):
+def test_fsdp2_gives_the_bits_of_one_process(half: torch.dtype) -> None:
+    alone = reference(False, half)
+    for found in together(fsdp, 2, half):
         for (accumulate, how), params in found.items():
             if not accumulate:
                 for one, two in zip(alone, params, strict=True):
@@ -323,3 +323,21 @@ def test_fsdp2_gives_the_bits_of_one_process() -> None:
             else:
                 for one, two in zip(found[True, "straight"], params, strict=True):
                     assert torch.equal(one, two), how
+
+
+def with_fsdp1() -> str:
+    model = FullyShardedDataParallel(Model(), use_orig_params=True, device_id=torch.device("cpu"))
+    optimizer, scaler = halfstep.AdamW(model.parameters(), lr=1e-2, backend="eager"), halfstep.GradScaler()
+    scaler.scale(model(torch.ones(4, 8)).sum()).backward()
+    before = [param.detach().clone() for param in model.parameters()]
+    with pytest.raises(TypeError, match="FullyShardedDataParallel") as caught:
+        scaler.step(optimizer)
+    with pytest.raises(TypeError, match="FullyShardedDataParallel"):
+        halfstep.clip_grad_norm_(optimizer, 1.0, scaler)
+    assert all(map(torch.equal, before, model.parameters()))
+    return str(caught.value)
+
+
+def test_slices_that_do_not_say_who_has_the_rest_are_refused() -> None:
+    for text in together(with_fsdp1, 2):
+        assert text.endswith("shard the model by torch.distributed.fsdp.fully_shard instead")

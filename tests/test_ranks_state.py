@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import halfstep
 from ranks import outcomes, together
@@ -201,6 +201,28 @@ def refusals() -> list[str]:
         optimizer.step()
     texts.append(str(caught.value))
     return texts
+
+
+def cut_twice() -> str:
+    whole_one = torch.ones(2, 6, 4, dtype=torch.float16)
+    placements = [Shard(1), Shard(2)]
+    spread = distribute_tensor(whole_one, init_device_mesh("cpu", (2, 2)), placements, src_data_rank=None)
+    param = nn.Parameter(spread)
+    param.grad = torch.ones_like(param)
+    halfstep.AdamW([param]).step()
+    other = halfstep.AdamW([param], weights="split8")
+    with pytest.raises(ValueError, match="cut along") as caught:
+        other.step()
+    return str(caught.value)
+
+
+def test_p29_what_has_no_place_in_the_whole_is_refused_where_chance_needs_it() -> None:
+    for text in together(cut_twice, 4):
+        assert text == (
+            "param 0 of group 0 is cut along dims 1 and 2, and its formats take random bits, which follow each "
+            "element's place in the whole: shard it along the first and one further dim at most, or choose "
+            "weights='split16', moments='float32'"
+        )
 
 
 def test_p20_parts_that_belong_elsewhere_are_refused_by_name() -> None:

@@ -269,13 +269,14 @@ class HalfOptimizer(torch.optim.Optimizer):
     def saturated(self) -> dict[str, int]:
         """Return how many weights of each param the last step kept at the largest number of its dtype, by name.
 
-        Names stand only where the count is not 0. On a device other than the CPU this waits for the step to end.
+        Names stand only where the count is not 0. On a device other than the CPU this waits for the step to end. Of a
+        sharded param the weights in this process count.
         """
         counts = {name: int(count) for name, count in self._saturated.items()}
         return {name: count for name, count in counts.items() if count}
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes of all that is held once every param was stepped, by what they are for.
+        """Return the bytes of all that this process holds once every param was stepped, by what they are for.
 
         ``"param"``: the params; ``"grad"``: a gradient for each, where there is none now one of the param's dtype;
         ``"weight"``: what is kept of the weights beside the params; ``"moments"``; and ``"total"``.

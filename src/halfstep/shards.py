@@ -208,9 +208,17 @@ def spreads(params: Iterable[Tensor]) -> list[Spread]:
     """Return over which processes any of ``params`` are spread, in an order that is the same in each process.
 
     Smaller meshes come first: what is found in one is known to all of a larger that holds it.
+
+    Raises:
+        TypeError: a param is FSDP1's, a plain tensor that does not say which processes have the rest.
     """
     kinds: dict[tuple[int, tuple[Any, ...]], Tensor] = {}
     for param in params:
+        if getattr(param, "_fsdp_flattened", False):
+            raise TypeError(
+                "a param is a slice that FullyShardedDataParallel made, which does not say who has the rest, so that "
+                "processes could not decide alike: shard the model by torch.distributed.fsdp.fully_shard instead"
+            )
         if sharded(param):
             mesh, placements = _mesh_and_placements(param)
             kinds.setdefault((id(mesh), placements), param)
