@@ -32,8 +32,8 @@ from halfstep.products import float32_products, native_float16_products
 SIZES = {"steps": 200, "save_every": 100, "batch": 16, "layers": 4, "width": 128, "context": 128}
 
 
-def main(line: Sequence[str] | None = None) -> None:
-    """Join the other processes, train, and leave the group, whatever happens."""
+def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description="Train a small GPT in 16 bits with FSDP2.")
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="bfloat16")
     parser.add_argument("--weights", default="split16", help="what is kept beside each 16-bit weight")
@@ -42,8 +42,12 @@ def main(line: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("fsdp-run"), help="folder that all processes see")
     for name, default in SIZES.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, help=f"default {default}")
-    args, cuda = parser.parse_args(line), torch.cuda.is_available()
+    return parser.parse_args(line)
 
+
+def main() -> None:
+    """Join the other processes, train, and leave the group, whatever happens."""
+    args, cuda = arguments(), torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     # torchrun tells each process in the environment who it is; without torchrun it is alone
     alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # pyright: ignore[reportPrivateImportUsage]

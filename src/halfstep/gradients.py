@@ -103,10 +103,11 @@ def check(optimizer: torch.optim.Optimizer) -> None:
 
 def refuse_float16(optimizer: torch.optim.Optimizer) -> None:
     """Raise where an optimizer that is not halfstep's would step in float16; torch's fused ones do so in silence."""
+    kind = type(innermost(optimizer)).__name__
     for _, name, param in graded(optimizer):
         if torch.float16 in (param.dtype, param.grad.dtype):
             raise ValueError(
-                f"Attempting to unscale FP16 gradients. {type(optimizer).__name__} would step {name} in float16, where "
+                f"Attempting to unscale FP16 gradients. {kind} would step {name} in float16, where "
                 "small gradients and updates are lost. Keep the model and change one line: optimizer = "
                 "halfstep.AdamW(...), which works on float32 weights; or give the scaler allow_fp16=True to unscale in "
                 "float16 all the same"
