@@ -13,6 +13,8 @@ from harness import assert_same
 
 #: the global batch, in pieces that 1, 2 and 4 processes can share
 PIECES = 4
+#: the step in which a gradient of the last process overflows
+OVERFLOW = 2
 
 
 class Net(nn.Module):
@@ -112,11 +114,11 @@ def give(param: Any, grad: Tensor) -> None:
 
 
 def train(optimizer: Any, nets: Sequence[Sequence[Any]], scaler: Any, steps: Iterable[int]) -> None:
-    """Train nets with the fast way and with `unscale_` in turn; in step 20 a gradient of the last process overflows."""
+    """Train nets in the fast way and with `unscale_` in turn; in one step a gradient of the last process overflows."""
     for step in steps:
         scale = scaler.scale(torch.ones(())).item()
         for net, grads in zip(nets, gradients(nets, step, scale), strict=True):
-            if step == 20:
+            if step == OVERFLOW:
                 grads[1][-1, 0] = torch.inf
             for param, grad in zip(net, grads, strict=True):
                 give(param, grad)
@@ -124,7 +126,7 @@ def train(optimizer: Any, nets: Sequence[Sequence[Any]], scaler: Any, steps: Ite
             scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()
-        assert scaler.skipped(optimizer) is (step == 20)
+        assert scaler.skipped(optimizer) is (step == OVERFLOW)
         optimizer.zero_grad()
 
 

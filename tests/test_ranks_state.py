@@ -83,16 +83,13 @@ def resumed(folder: Path, steps: range) -> tuple[Any, Any, Any]:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning")
 def test_p19_saved_by_two_loaded_by_three_and_by_one(tmp_path: Path) -> None:
     undisturbed = Run(EVERY, 1)
-    undisturbed.train(range(6))
-    six = come_to(undisturbed.optimizer)
-    undisturbed.train(range(6, 8))
-    for found in together(saved, 2, tmp_path, 6):
-        assert_come_to(found, six)
-    alone = resumed(tmp_path, range(6, 8))
-    # three processes cannot share the batch's pieces evenly: four can
-    for loaded, *_ in [alone, *together(resumed, 3, tmp_path, range(0))]:
-        assert_come_to(loaded, six)
-    for _, went_on, scaler in [alone, *together(resumed, 4, tmp_path, range(6, 8))]:
+    undisturbed.train(range(4))
+    four = come_to(undisturbed.optimizer)
+    undisturbed.train(range(4, 6))
+    for found in together(saved, 2, tmp_path, 4):
+        assert_come_to(found, four)
+    for loaded, went_on, scaler in [resumed(tmp_path, range(4, 6)), *together(resumed, 3, tmp_path, range(4, 6))]:
+        assert_come_to(loaded, four)
         assert_come_to(went_on, come_to(undisturbed.optimizer))
         assert scaler == undisturbed.scaler.state_dict()
 
@@ -209,7 +206,7 @@ def cut_twice() -> str:
     spread = distribute_tensor(whole_one, init_device_mesh("cpu", (2, 2)), placements, src_data_rank=None)
     param = nn.Parameter(spread)
     param.grad = torch.ones_like(param)
-    halfstep.AdamW([param]).step()
+    halfstep.AdamW([param], backend="eager").step()
     other = halfstep.AdamW([param], weights="split8")
     with pytest.raises(ValueError, match="cut along") as caught:
         other.step()
