@@ -115,7 +115,7 @@ def test_p15_all_processes_take_a_first_step_for_a_look_or_none() -> None:
         assert found == [0, 1]
 
 
-def in_and_out(whole_state: dict[str, Any], weights: list[Tensor], averages: list[Tensor]) -> list[dict[str, Any]]:
+def in_and_out(whole_state: dict[str, Any], weights: list[Tensor], averages: list[Tensor]) -> list[Any]:
     run = Run(SOME, dist.get_world_size())
     # a whole state, as one process saved it
     run.optimizer.load_state_dict(whole_state["optimizer"])
@@ -237,68 +237,47 @@ def test_p20_parts_that_belong_elsewhere_are_refused_by_name() -> None:
 # ------------------------------------------------------------------ ZeRO
 
 
-def with_zero(formats: list[Any], how: str) -> tuple[list[Tensor], dict[str, Any], list[bool]]:
-    """Train with each param stepped by one process; in step 2 a gradient overflows."""
-    # torch warns while this is imported
-    from torch.distributed.optim import ZeroRedundancyOptimizer
+def stepped(zero: bool, half: torch.dtype, weights: str, how: str) -> tuple[list[Tensor], dict[str, Any], list[bool]]:
+    """Train two nets by one optimizer, or by one in each process; in a step a gradient overflows."""
+    # all of one dtype, as ZeRO wants it
+    nets, options = Nets([(half,)] * 2), {"lr": 1e-2, "backend": "eager", "weights": weights}
+    if zero:
+        # torch warns while this is imported
+        from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    nets = Nets(formats)
-    zero = ZeroRedundancyOptimizer(
-        nets.parameters(), optimizer_class=halfstep.AdamW, lr=1e-2, backend="eager", weights=formats[0][1]
-    )
-    scaler = halfstep.GradScaler(init_scale=2.0**10)
-    params, skipped = [list(net.parameters()) for net in nets.all], []
+        optimizer: Any = ZeroRedundancyOptimizer(nets.parameters(), optimizer_class=halfstep.AdamW, **options)
+    else:
+        optimizer = halfstep.AdamW(nets.parameters(), **options)
+    scaler, skipped = halfstep.GradScaler(init_scale=2.0**10), []
+    params = [list(net.parameters()) for net in nets.all]
     for step in range(5):
         scale = scaler.scale(torch.ones(())).item()
         for net, grads in zip(params, gradients(params, step, scale), strict=True):
             for param, grad in zip(net, grads, strict=True):
-                param.grad = grad.to(param.dtype)
-            if step == 2:
-                net[0].grad.fill_(torch.inf)
+                param.grad = grad.to(half).fill_(torch.inf) if step == 2 else grad.to(half)
+        # around ZeRO every step is unscaled on the way, and so is this one that is clipped
+        if how == "stock" or (how == "fused" and not zero):
+            scaler.unscale_(optimizer)
         if how == "stock":
-            scaler.unscale_(zero)
             torch.nn.utils.clip_grad_norm_(nets.parameters(), 1.0)
         elif how == "fused":
-            halfstep.clip_grad_norm_(zero, 1.0, scaler)
-        scaler.step(zero)
-        scaler.update()
-        skipped.append(scaler.skipped(zero))
-        zero.zero_grad()
-    zero.consolidate_state_dict(to=0)
-    return [param.detach() for param in nets.parameters()], zero.state_dict() if dist.get_rank() == 0 else {}, skipped
-
-
-def without_zero(formats: list[Any], how: str) -> tuple[list[Tensor], dict[str, Any], list[bool]]:
-    nets = Nets(formats)
-    optimizer = halfstep.AdamW(nets.parameters(), lr=1e-2, backend="eager", weights=formats[0][1])
-    scaler = halfstep.GradScaler(init_scale=2.0**10)
-    params, skipped = [list(net.parameters()) for net in nets.all], []
-    for step in range(5):
-        scale = scaler.scale(torch.ones(())).item()
-        for net, grads in zip(params, gradients(params, step, scale), strict=True):
-            for param, grad in zip(net, grads, strict=True):
-                param.grad = grad.to(param.dtype)
-            if step == 2:
-                net[0].grad.fill_(torch.inf)
-        if how != "straight":
-            scaler.unscale_(optimizer)
-            if how == "stock":
-                torch.nn.utils.clip_grad_norm_(nets.parameters(), 1.0)
-            else:
-                halfstep.clip_grad_norm_(optimizer, 1.0, scaler)
+            halfstep.clip_grad_norm_(optimizer, 1.0, scaler)
         scaler.step(optimizer)
         scaler.update()
         skipped.append(scaler.skipped(optimizer))
         optimizer.zero_grad()
-    return [param.detach() for param in nets.parameters()], optimizer.state_dict(), skipped
+    if zero:
+        optimizer.consolidate_state_dict(to=0)
+    # only where it was put together there is one
+    state = optimizer.state_dict() if not zero or dist.get_rank() == 0 else {}
+    return [param.detach() for param in nets.parameters()], state, skipped
 
 
 @pytest.mark.parametrize("how", ["straight", "stock", "fused"])
 @pytest.mark.parametrize("weights", ["split16", "master32"])
 def test_zero_gives_the_bits_of_one_process(weights: str, how: str, half: torch.dtype) -> None:
-    formats = [(half, weights, "float32")] * 2  # all of one dtype, as ZeRO wants it
-    alone, state, skipped = without_zero(formats, how)
-    found = together(with_zero, 2, formats, how)
+    alone, state, skipped = stepped(False, half, weights, how)
+    found = together(stepped, 2, True, half, weights, how)
     for params, _, others in found:
         assert others == skipped == [False, False, True, False, False]
         for one, two in zip(alone, params, strict=True):
@@ -332,7 +311,7 @@ def test_a_killed_process_ends_the_others_with_an_error() -> None:
 
 
 def dies_while_saving(folder: Path) -> None:
-    from torch.distributed.checkpoint import FileSystemWriter
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
     run = Run(SOME[:1], 2)
     run.train(range(2))
