@@ -177,26 +177,11 @@ def assert_jobs_same(a: Sequence[Job], b: Sequence[Job]) -> None:
             assert_same(mine, theirs)
 
 
-def memory_events(function: Callable[[], object]) -> list[int]:
-    """The bytes of every block of memory that torch takes meanwhile, inside its operators too, or below 0 gives back.
-
-    On a busy machine the profiler loses what comes right after its start, and then ``function`` is called again.
-    """
-    before, after = 54_321, 65_432
-    for _ in range(3):
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-            torch.empty(before, dtype=torch.uint8)
-            function()
-            torch.empty(after, dtype=torch.uint8)
-        assert profile.profiler is not None
-        assert profile.profiler.kineto_results is not None
-        events: Any = profile.profiler.kineto_results.events()
-        sizes = [event.nbytes() for event in events if event.name() == "[memory]"]
-        if before in sizes and after in sizes:
-            return sizes[sizes.index(-before) + 1 : len(sizes) - 1 - sizes[::-1].index(after)]
-    raise AssertionError(f"the profiler has lost events three times over: {sizes}")
-
-
 def allocations(function: Callable[[], object]) -> list[int]:
-    """The bytes of every block of memory that torch allocates meanwhile."""
-    return [size for size in memory_events(function) if size > 0]
+    """The bytes of every block of memory that torch allocates meanwhile, inside its operators too."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        function()
+    assert profile.profiler is not None
+    assert profile.profiler.kineto_results is not None
+    events: Any = profile.profiler.kineto_results.events()
+    return [event.nbytes() for event in events if event.name() == "[memory]" and event.nbytes() > 0]

@@ -36,7 +36,7 @@ from harness import (
     store,
 )
 from test_counter import LINES, assert_defined_along
-from test_cut import RANDOM, SPANNED, SPANNED_IN_BLOCKS, assert_parts_same, cuts, small, wholes
+from test_cut import SPANNED, SPANNED_IN_BLOCKS, assert_parts_same, cuts, small, wholes
 from training import assert_states, drive, gradients, make, members, params, through_file
 
 # numpy, which computes here, speaks of NaN and of what goes out of range
@@ -163,10 +163,9 @@ def test_p10_along_lines_the_bits_are_those_of_the_definition(counter: Counter) 
     assert_defined_along(counter, "gpu")
 
 
-@pytest.mark.parametrize("plan", RANDOM.values(), ids=RANDOM)
+@pytest.mark.parametrize("plan", test_cut.FEW.values(), ids=test_cut.FEW)
 def test_p10_parts_of_lines_have_the_bits_of_the_whole(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    if plan in test_cut.FEW.values():  # kernels differ in more than this
-        assert_parts_same(plan, wholes(plan, cuts(plan)), ["gpu"])
+    assert_parts_same(plan, wholes(plan, cuts(plan)), ["gpu"])
     small(monkeypatch)
     assert_parts_same(plan, wholes(plan, cuts(plan, SPANNED_IN_BLOCKS, SPANNED)), ["gpu"])
 

@@ -11,22 +11,23 @@ import torch
 
 from halfstep.backends import cpu, eager, layout
 from halfstep.contracts import BLOCK, Job, Plan
-from halfstep.rules.adam import ADAM
 from harness import HERE, PLANS, assert_jobs_same, copy, job, run
 
-#: the plans under which what is written of an element depends on its place, of one rule: to others it is the same
+#: of plans under which what is written of an element depends on its place those that walk in runs and in blocks, of one
+#: use of random bits and of several, in each dtype
 RANDOM = {
-    name: plan for name, plan in PLANS.items() if plan.rule is ADAM and any(format.random for format in plan.formats)
-}
-#: one that walks in runs, one in blocks, and one of a single use in each dtype
-FEW = {
-    name: RANDOM[name]
+    name: PLANS[f"adam-{name}"]
     for name in (
-        "adam-split8-bfloat16-bfloat16-bfloat16",
-        "adam-split8-float16-float16-block8",
-        "adam-stochastic-bfloat16-bfloat16-float32",
+        "split8-bfloat16-bfloat16-bfloat16",
+        "split8-float16-float16-block8",
+        "split8-float16-float32-float32",
+        "stochastic-bfloat16-float32-float32",
+        "split16-bfloat16-bfloat16-block8",
+        "master32-float16-float16-bfloat16",
     )
 }
+#: one that walks in runs and one in blocks
+FEW = {name: RANDOM[name] for name in ("split8-bfloat16-bfloat16-bfloat16", "split8-float16-float16-block8")}
 
 
 class Cut(NamedTuple):
@@ -155,7 +156,7 @@ def test_p10_threads_change_nothing_of_lines(plan: Plan, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("name", ["adam-split16-bfloat16-bfloat16-float32", "average-split8-float16"])
 def test_where_nothing_written_is_random_lines_are_of_no_account(name: str) -> None:
-    assert name not in RANDOM
+    assert not any(format.random for format in PLANS[name].formats[PLANS[name].rule.observes :])
     plan = PLANS[name]
     for backend in HERE:
         for cut in RAGGED:

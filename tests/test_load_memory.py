@@ -1,17 +1,16 @@
 """A state is loaded within 1.1 times its own size: nothing is held twice but what is loaded."""
 
-import itertools
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from halfstep.engine import HalfOptimizer
-from harness import memory_events
 from test_convert import follow
 from test_state import PAIRS
 from training import drive, make, members, params
@@ -24,8 +23,17 @@ WORKING = 30 * 4 * 64 * 64
 
 def peak(function: Callable[[], object]) -> int:
     """The most bytes that torch holds at a time inside ``function`` beyond what it held before."""
-    held = itertools.accumulate(memory_events(function), initial=0)
-    return max(held)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        function()
+    assert profile.profiler is not None
+    assert profile.profiler.kineto_results is not None
+    held = most = 0
+    events: Any = profile.profiler.kineto_results.events()
+    for event in events:
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    return most
 
 
 def size(optimizer: HalfOptimizer) -> int:

@@ -1,8 +1,10 @@
 """P28: what a step needs beside the params, gradients and state is bounded, however large the model."""
 
+import gc
 import json
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch
 import halfstep
 from halfstep.formats import WEIGHTS
 from harness import allocations
+from training import OPTIMIZERS, gradients, make, params
 
 #: a naive float32 copy of a param of so many elements takes 68 MiB, more than all that is allowed
 SIZE = 17 * 2**20
@@ -94,3 +97,28 @@ def test_p28_the_first_step_allocates_the_state_and_nothing_else_as_large_as_the
     first, second = allocations(optimizer.step), allocations(optimizer.step)
     assert sorted(n for n in first if n >= size) == sorted(kept)
     assert not [n for n in second if n >= size]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_p28_an_optimizer_lets_go_of_its_memory_at_once(name: str) -> None:
+    # not when the collector of garbage comes by: gigabytes hang on it
+    gc.disable()
+    try:
+        # compilers keep frames of their callers for a while
+        optimizer, scaler = make(name, params(torch.float16), backend="eager"), halfstep.GradScaler()
+        for _ in range(2):
+            scaler.scale(torch.ones(()))
+            gradients(optimizer, 0)
+            halfstep.clip_grad_norm_(optimizer, 1.0, scaler)
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.explain()
+        halfstep.EMA(optimizer).update()
+        gradients(optimizer, 1)
+        halfstep.clip_grad_norm_(optimizer, 1.0)
+        gone = weakref.ref(optimizer)
+        del optimizer
+        assert gone() is None
+    finally:
+        gc.enable()

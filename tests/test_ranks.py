@@ -122,8 +122,8 @@ def explained() -> tuple[str, dict[str, int], int]:
 
 
 def test_p30_rows_cut_amid_a_block_keep_float32_moments() -> None:
-    cut = [(dtype, weights, "block8") for dtype, weights, _ in SOME]
-    as_float32 = [(dtype, weights, "float32") for dtype, weights, _ in SOME]
+    cut = [(dtype, weights, "block8") for dtype, weights, _ in SOME[:2]]
+    as_float32 = [(dtype, weights, "float32") for dtype, weights, _ in SOME[:2]]
     alone = trained("AdamW", as_float32, 6)
     for found, scaler in together(trained, 4, "AdamW", cut, 6, (4,), [Shard(1)]):
         assert_come_to(found, alone[0])

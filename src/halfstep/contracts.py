@@ -4,6 +4,7 @@ A *rule* says WHAT is computed in float32, a *format* HOW a float32 value is kep
 both. A *plan* is one choice of the three that many tensors share, so that one call can step them all.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -140,7 +141,7 @@ class Plan:
         """The dtypes of all tensors of a step."""
         return frozenset(part.dtype for part in self.parts)
 
-    @property
+    @functools.cached_property
     def in_blocks(self) -> bool:
         """Whether neighbours share a part of what is kept, so that a row is worked on in whole blocks."""
         return any(format.measure for format in self.formats)
@@ -151,7 +152,7 @@ class Plan:
         numbers = itertools.count()
         return tuple(next(numbers) if format.random else None for format in self.formats)
 
-    @property
+    @functools.cached_property
     def pairs(self) -> int:
         """How many pairs of uses there are; one hash serves a pair."""
         return (sum(format.random for format in self.formats) + 1) // 2

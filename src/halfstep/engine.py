@@ -55,7 +55,7 @@ class HalfOptimizer(torch.optim.Optimizer):
 
     def _forget(self) -> None:
         """Drop what is derived from groups and state."""
-        self._slots = Slots(lambda: self.state, self._rule, self._formats)
+        self._slots = Slots(self)
         #: whether a step was taken, or a state loaded: then no step only looks
         self._begun = False
         self._saturated: dict[str, int | Tensor] = {}
@@ -187,13 +187,17 @@ class HalfOptimizer(torch.optim.Optimizer):
             coming: dict[torch.device, Coming] = {}
             options, capturable = self._slots.options(group), group["capturable"]
             for (name, param), place in zip(named(group, index), places, strict=False):
-                if param.grad is None or id(param) in stepped:
+                grad = param.grad
+                if grad is None or id(param) in stepped:
                     continue
                 stepped.add(id(param))
                 slot, state = self._slots.known(param), self.state.get(param)
                 if slot is None or not slot.fits(param, state, options):
                     slot = self._slots.of(group, name, param)
-                grad = checked_grad(name, param)
+                # models have thousands of params, nearly all of them like this
+                plain = type(grad) is Tensor and grad.dtype in slot.kernels and grad.layout is torch.strided
+                if not plain or slot.placements or grad.shape != slot.shape or grad.device != slot.device:
+                    grad = checked_grad(name, param)
                 if grad.dtype not in slot.kernels:
                     slot.kernels[grad.dtype] = backends.kernel(slot.plan(grad.dtype), group["backend"])
                 if capturable:

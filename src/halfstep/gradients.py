@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from halfstep.engine import HalfOptimizer
-from halfstep.shards import agreed, local, sharded, spread, spreads
+from halfstep.shards import Spread, agreed, local, sharded, spread, spreads
 from halfstep.tensors import checked_grad, named
 
 
@@ -63,6 +63,21 @@ class Here(NamedTuple):
         return stand_in
 
 
+def everywhere(optimizer: torch.optim.Optimizer) -> list[Spread]:
+    """Return over which processes an optimizer's params are spread, who are to decide alike.
+
+    Raises:
+        TypeError: a param is FSDP1's, a plain tensor that does not say who has the rest.
+    """
+    for param in params_of(optimizer):
+        if getattr(param, "_fsdp_flattened", False):
+            raise TypeError(
+                "a param is a slice that FullyShardedDataParallel made, which does not say who has the rest, so that "
+                "processes could not decide alike: shard the model by torch.distributed.fsdp.fully_shard instead"
+            )
+    return spreads(params_of(optimizer))
+
+
 def found_everywhere(
     optimizer: torch.optim.Optimizer, look: Callable[[Any], dict[torch.device, Tensor]]
 ) -> dict[torch.device, Tensor]:
@@ -72,7 +87,7 @@ def found_everywhere(
         optimizer: whose gradients are looked at.
         look: looks at what has the optimizer's ``param_groups``, with the parts of its gradients that lie here.
     """
-    over = spreads(params_of(optimizer))
+    over = everywhere(optimizer)
     found = look(Here.of(optimizer) if over else optimizer)
     if over:
         first, *others = found.values()

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,8 +14,8 @@ from halfstep import backends
 from halfstep.backends.pieces import chunks as chunks_of
 from halfstep.contracts import CHUNK
 from halfstep.formats import GRADS
-from halfstep.gradients import graded, params_of, there
-from halfstep.shards import Spread, agreed, spread_of, spreads
+from halfstep.gradients import everywhere, graded, params_of, there
+from halfstep.shards import Spread, agreed, spread_of
 from halfstep.tensors import checked_grad
 
 #: How many chunks are summed at a time, a power of two: their sums take 8 MiB at most, however large the model.
@@ -50,9 +51,9 @@ def squares(optimizer: torch.optim.Optimizer) -> Squares:
     one order; where any process has a gradient that is not finite the total is not in all. Nothing waits for a device.
 
     Raises:
-        TypeError: a gradient is sparse, or of a dtype that no step takes.
+        TypeError: a gradient is sparse, or of a dtype that no step takes; or a param is FSDP1's.
     """
-    over, kinds = spreads(params_of(optimizer)), []
+    over, kinds = everywhere(optimizer), []
     whole, parts = _total(optimizer, None, kinds), [_total(optimizer, each, kinds) for each in over]
     if not over:
         return Squares(whole, kinds)
@@ -151,7 +152,9 @@ class Clip:
     ) -> "Clip":
         """Return the clip of the gradients that ``optimizer`` has now; it may have none where other processes have."""
         grad = _first(optimizer)
-        return cls(norm, max_norm, inverse, optimizer, grad, 0 if grad is None else grad._version)
+        # the optimizer that steps keeps this, and would keep itself
+        who = weakref.proxy(optimizer)
+        return cls(norm, max_norm, inverse, who, grad, 0 if grad is None else grad._version)
 
     def holds(self) -> bool:
         """Whether it is for the gradients that there are now, and not for earlier ones.

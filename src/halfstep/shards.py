@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from halfstep.backends.pieces import pairwise
 from halfstep.contracts import BLOCK
@@ -20,6 +21,8 @@ from halfstep.contracts import BLOCK
 
 def sharded(tensor: Any) -> bool:
     """Whether a tensor's parts lie in several processes, one of them maybe here."""
+    if type(tensor) is Parameter or type(tensor) is Tensor:
+        return False
     # its module takes most of a second to import, and who has such tensors has it
     api = sys.modules.get("torch.distributed.tensor")
     return api is not None and isinstance(tensor, api.DTensor)
@@ -32,6 +35,11 @@ def local(tensor: Tensor) -> Tensor:
     # to_local() makes a view each time, which takes 30 times as long
     part: Any = tensor._local_tensor  # pyright: ignore[reportAttributeAccessIssue]
     return part.wait() if type(part).__name__ == "AsyncCollectiveTensor" else part
+
+
+def placements_of(tensor: Any) -> tuple[Any, ...] | None:
+    """Return how a tensor is spread along each dim of its mesh, the same object as long as it is, or None."""
+    return tensor.placements if sharded(tensor) else None
 
 
 def spread(part: Tensor, shape: Sequence[int], like: Tensor) -> Tensor:
@@ -208,17 +216,9 @@ def spreads(params: Iterable[Tensor]) -> list[Spread]:
     """Return over which processes any of ``params`` are spread, in an order that is the same in each process.
 
     Smaller meshes come first: what is found in one is known to all of a larger that holds it.
-
-    Raises:
-        TypeError: a param is FSDP1's, a plain tensor that does not say which processes have the rest.
     """
     kinds: dict[tuple[int, tuple[Any, ...]], Tensor] = {}
     for param in params:
-        if getattr(param, "_fsdp_flattened", False):
-            raise TypeError(
-                "a param is a slice that FullyShardedDataParallel made, which does not say who has the rest, so that "
-                "processes could not decide alike: shard the model by torch.distributed.fsdp.fully_shard instead"
-            )
         if sharded(param):
             mesh, placements = _mesh_and_placements(param)
             kinds.setdefault((id(mesh), placements), param)

@@ -1,7 +1,8 @@
 """What an optimizer knows of a param: what stays from step to step, and what is due in one."""
 
 import operator
-from collections.abc import Callable, Mapping, MutableMapping
+import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from halfstep.contracts import Format, Kernel, Moment, Plan, Rule
 from halfstep.formats import GRADS, PLAIN
 from halfstep.options import choices
 from halfstep.schedule import Coming
-from halfstep.shards import lines, local
+from halfstep.shards import lines, local, placements_of
 from halfstep.tensors import check_param
 
 
@@ -56,7 +57,7 @@ class Slot:
             return False
         if self.shape != param.shape or self.device != param.device:
             return False
-        if self.placements is not getattr(param, "placements", None):
+        if self.placements is not placements_of(param):
             return False
         if not state:
             return True
@@ -97,24 +98,17 @@ class Slots:
     """What is known of each of an optimizer's params, derived from its groups and its state.
 
     Args:
-        state: returns the optimizer's, which a load may replace.
-        rule: gives the rule of a group.
-        formats: gives a param's rule, and the formats of its weight and moments, in a group.
+        optimizer: theirs, which this does not keep alive: its state is too large to wait for a collector of garbage.
     """
 
-    def __init__(
-        self,
-        state: Callable[[], MutableMapping[Tensor, dict[str, Any]]],
-        rule: Callable[[Mapping[str, Any]], Rule],
-        formats: Callable[[Mapping[str, Any], Tensor], tuple[Rule, Format, tuple[Format, ...]]],
-    ) -> None:
-        self._state, self._rule, self._formats = state, rule, formats
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = weakref.proxy(optimizer)
         self._known: dict[Tensor, Slot] = {}
 
     def options(self, group: Mapping[str, Any]) -> Options:
         """Return what a group's options say of how its params are stepped."""
         options = group["weights"], group["moments"], group["backend"], group["seed"]
-        return Options(options, self._rule(group), Tensor if group["capturable"] else int)
+        return Options(options, self._optimizer._rule(group), Tensor if group["capturable"] else int)
 
     def known(self, param: Tensor) -> Slot | None:
         """Return what was known of ``param`` when it was last looked at."""
@@ -126,7 +120,7 @@ class Slots:
         Raises:
             TypeError, ValueError: it is not what it was, or no state of its fits; the text says what differs.
         """
-        slot, state = self._known.get(param), self._state().get(param)
+        slot, state = self._known.get(param), self._optimizer.state.get(param)
         if slot and slot.fits(param, state, self.options(group)):
             return slot
         if slot and state and slot.dtype is not param.dtype:
@@ -136,7 +130,7 @@ class Slots:
             )
         check_param(name, param)
         group.update(choices(group))
-        rule, weight, moments = self._formats(group, param)
+        rule, weight, moments = self._optimizer._formats(group, param)
         kept = checkpoint.layout(param.shape, weight, list(zip(rule.moments, moments, strict=True)))
         random = any(format.random for format in (weight, *moments))
         slot = Slot(
@@ -151,7 +145,7 @@ class Slots:
             kept=kept,
             random=random,
             lines=_lines(name, param) if random else (0, 0, 0),
-            placements=getattr(param, "placements", None),
+            placements=placements_of(param),
         )
         if state:
             if reason := checkpoint.mismatch(state, param, weight, kept):
@@ -171,13 +165,13 @@ class Slots:
         step = checkpoint.counted(0, _counts_on(group, param))
         state = checkpoint.fresh(param, slot.weight, moments, step, place if slot.random else None)
         slot.take(state)
-        self._state()[param] = state
+        self._optimizer.state[param] = state
         return state
 
     def weight(self, group: dict[str, Any], name: str, param: Tensor) -> tuple[Format, tuple[Tensor, ...]]:
         """Return the format of a param's weight and its parts: the param, and what is kept beside it."""
         slot = self.of(group, name, param)
-        if not self._state().get(param):
+        if not self._optimizer.state.get(param):
             return PLAIN[param.dtype], (param,)
         return slot.weight, (param, *slot.tensors[: len(slot.weight.parts) - 1])
 
@@ -185,7 +179,7 @@ class Slots:
         self, group: dict[str, Any], name: str, param: Tensor
     ) -> tuple[int, list[tuple[Moment, Format, tuple[Tensor, ...]]]]:
         """Return how often a stepped param was stepped, and each of its moments with its format and parts."""
-        slot, state = self.of(group, name, param), self._state()[param]
+        slot, state = self.of(group, name, param), self._optimizer.state[param]
         moments = zip(slot.rule.moments, slot.moments, strict=True)
         parts = [(m, format, tuple(state[checkpoint.key(part, m)] for part in format.parts)) for m, format in moments]
         return int(state["step"]), parts
