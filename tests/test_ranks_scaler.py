@@ -87,39 +87,43 @@ def test_p11_one_processes_overflow_skips_all(how: str) -> None:
         assert found == [fine, fine, skipped, after, skipped, after]
 
 
-def meshes_that_differ(how: str) -> dict[tuple[int, int], Any]:
-    """Processes 0 and 1 share params, 1 and 2 others, 3 has its own; each in turn overflows in each of its params."""
-    rank = dist.get_rank()
-    first, second = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [1, 2])
-    found = {}
-    for culprit in range(4):
-        for which in range(2):
-            own = plain(rank) if rank == 3 else []
-            # in another order in each process
-            own += sharded(second, 2) if rank in (1, 2) else []
-            own += sharded(first, 1) if rank in (0, 1) else []
-            optimizer, scaler = halfstep.AdamW(own, lr=1e-2, backend="eager"), halfstep.GradScaler(init_scale=2.0**8)
-            give(own, 3)
-            if rank == 2:  # no gradient of its own
-                for param in own:
-                    param.grad = None
-            if rank == culprit and own[-1 if which else 0].grad is not None:
-                local(own[-1 if which else 0].grad).view(-1)[:1] = torch.inf
-            skipped, moved, scale = one_iteration(optimizer, scaler, how)
-            assert moved is not (skipped or rank == 2)
-            found[culprit, which] = skipped, scale
+#: two meshes that share a process, and two of which one lies in the other
+TWO = {"a chain": ([0, 1], [1, 2]), "nested": ([0, 1], [0, 1, 2])}
+
+
+def meshes_that_differ(how: str, ranks: tuple[list[int], list[int]]) -> list[tuple[bool, float]]:
+    """Each process has the params of its meshes, the last of four one of its own; in turn each one's overflows.
+
+    Each time once with all gradients, and once with none in process 2.
+    """
+    rank, found = dist.get_rank(), []
+    meshes = [DeviceMesh("cpu", each) for each in ranks]
+    for culprit, lacking in itertools.product(range(4), (None, 2)):
+        mine = [sharded(mesh, k) for k, (mesh, each) in enumerate(zip(meshes, ranks, strict=True)) if rank in each]
+        # in another order in each process
+        own = plain(rank) if rank == 3 else list(itertools.chain(*(mine if rank else reversed(mine))))
+        optimizer = halfstep.AdamW(own, lr=1e-2, backend="eager")
+        scaler = halfstep.GradScaler(init_scale=2.0**8)
+        give(own, 3)
+        if rank == culprit:
+            local(own[0].grad).view(-1)[:1] = torch.inf
+        if rank == lacking:
+            optimizer.zero_grad()
+        skipped, moved, scale = one_iteration(optimizer, scaler, how)
+        assert moved is not (skipped or rank == lacking)
+        found.append((skipped, scale))
     return found
 
 
+@pytest.mark.parametrize("meshes", TWO)
 @pytest.mark.parametrize("how", WAYS)
-def test_p11_processes_whose_params_differ_decide_alike_and_do_not_wait(how: str) -> None:
-    found = together(meshes_that_differ, 4, how)
-    for culprit in range(4):
-        for which in range(2):
-            own = [each[culprit, which] for each in found]
-            overflowed = (True, 2.0**7) if culprit in (0, 1) else (False, 2.0**8)
-            assert own[:3] == [overflowed] * 3, (culprit, which)
-            assert own[3] == ((True, 2.0**7) if culprit == 3 else (False, 2.0**8))
+def test_p11_processes_whose_params_differ_decide_alike_and_do_not_wait(how: str, meshes: str) -> None:
+    found = together(meshes_that_differ, 4, how, TWO[meshes])
+    for k, (culprit, lacking) in enumerate(itertools.product(range(4), (None, 2))):
+        three, alone = ((each[k] for each in some) for some in (found[:3], found[3:]))
+        overflow, fine = (True, 2.0**7), (False, 2.0**8)
+        assert set(three) == {overflow if culprit < 3 and culprit != lacking else fine}, (culprit, lacking)
+        assert set(alone) == {overflow if culprit == 3 else fine}
 
 
 def clipped(own: list[nn.Parameter], how: str) -> tuple[float, list[Tensor], list[Tensor]]:
