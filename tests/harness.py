@@ -86,6 +86,27 @@ def assert_same(a: Tensor, b: Tensor) -> None:
         )
 
 
+def assert_equal(one: Any, two: Any, where: str = "", *, ordered: bool = True) -> None:
+    """Raise unless two states hold the same, type for type and bit for bit, and in the same order where that counts."""
+    assert type(one) is type(two), where
+    if isinstance(one, Tensor):
+        try:
+            assert_same(one.detach(), two.detach())
+        except AssertionError as error:
+            raise AssertionError(f"{where}: {error}") from None
+    elif isinstance(one, dict):
+        first, second = ([(type(key), key) for key in each] for each in (one, two))
+        assert first == second if ordered else set(first) == set(second), where
+        for key in one:
+            assert_equal(one[key], two[key], f"{where}/{key}", ordered=ordered)
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(two), where
+        for place, pair in enumerate(zip(one, two, strict=True)):
+            assert_equal(*pair, f"{where}/{place}", ordered=ordered)
+    else:
+        assert one == two or (one != one and two != two), where
+
+
 def _assign(weight, grad):
     return (grad,)
 

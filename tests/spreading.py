@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from halfstep.shards import local, taken
-from harness import assert_same
 
 #: the global batch, in pieces that 1, 2 and 4 processes can share
 PIECES = 4
@@ -141,14 +140,3 @@ def come_to(optimizer: Any) -> list[dict[str, Any]]:
         rest = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
         found.append(dict(zip(["param", *tensors], values, strict=True)) | rest)
     return found
-
-
-def assert_come_to(a: Sequence[dict[str, Any]], b: Sequence[dict[str, Any]]) -> None:
-    """Raise unless two runs have come to the same bits."""
-    for place, (one, other) in enumerate(zip(a, b, strict=True)):
-        assert one.keys() == other.keys(), place
-        for key, value in one.items():
-            if isinstance(value, Tensor):
-                assert_same(value, other[key])
-            else:
-                assert value == other[key], (place, key)

@@ -13,7 +13,7 @@ from optimi.gradientrelease import prepare_for_gradient_release
 from torch import Tensor, nn
 
 from halfstep import foreign
-from harness import assert_same
+from harness import assert_equal, assert_same
 from training import OPTIMIZERS, make, members, params, through_file
 
 #: the first two reach bitsandbytes' 8 bits: one with a last block cut short, one with blocks that cross rows
@@ -53,23 +53,6 @@ def translated(state: Mapping[str, Any], over: Sequence[Tensor]) -> list[dict[st
             entries.append(foreign.entry(state["state"][number], group, over[number]))
     assert_equal(state, before)
     return entries
-
-
-def assert_equal(a: Any, b: Any) -> None:
-    """Raise unless two states hold the same, bit for bit."""
-    assert type(a) is type(b)
-    if isinstance(a, Tensor):
-        assert_same(a.detach(), b.detach())
-    elif isinstance(a, dict):
-        assert list(a) == list(b)
-        for key, value in a.items():
-            assert_equal(value, b[key])
-    elif isinstance(a, list | tuple):
-        assert len(a) == len(b)
-        for one, other in zip(a, b, strict=True):
-            assert_equal(one, other)
-    else:
-        assert a == b
 
 
 def unwrapped(saved: Mapping[str, Any]) -> dict[str, Any]:

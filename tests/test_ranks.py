@@ -12,8 +12,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import halfstep
 from halfstep.formats import MOMENTS, WEIGHTS
 from halfstep.shards import local
+from harness import assert_equal
 from ranks import together
-from spreading import Net, assert_come_to, come_to, shard, train
+from spreading import Net, come_to, shard, train
 from training import OPTIMIZERS, make
 
 #: every format of a weight in both 16-bit dtypes, with each of a moment in turn
@@ -54,7 +55,7 @@ def alone() -> Any:
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_p10_any_number_of_processes_gives_the_bits_of_one(count: int, alone: Any) -> None:
     for found, scaler in together(trained, count, "AdamW", EVERY, 50, (count,), [Shard(0)]):
-        assert_come_to(found, alone[0])
+        assert_equal(found, alone[0])
         assert scaler == alone[1]
 
 
@@ -76,7 +77,7 @@ def test_p10_every_optimizer() -> None:
     alone = [trained(name, SOME[:3], 6) for name in OPTIMIZERS]
     for found in together(of_every_optimizer, 3):
         for one, other in zip(alone, found, strict=True):
-            assert_come_to(other[0], one[0])
+            assert_equal(other[0], one[0])
             assert other[1] == one[1]
 
 
@@ -98,7 +99,7 @@ def test_p10_every_mesh() -> None:
     alone = trained("AdamW", SOME, 6)
     for found in together(over_every_mesh, 4):
         for params, scaler in found:
-            assert_come_to(params, alone[0])
+            assert_equal(params, alone[0])
             assert scaler == alone[1]
 
 
@@ -106,7 +107,7 @@ def test_p10_by_the_cpus_own_kernels() -> None:
     # rows cut: the whole index of an element is not that of the part
     alone = trained("AdamW", SOME[:1], 6)
     for found, scaler in together(trained, 2, "AdamW", SOME[:1], 6, (2,), [Shard(1)], "cpu"):
-        assert_come_to(found, alone[0])
+        assert_equal(found, alone[0])
         assert scaler == alone[1]
 
 
@@ -126,7 +127,7 @@ def test_p30_rows_cut_amid_a_block_keep_float32_moments() -> None:
     as_float32 = [(dtype, weights, "float32") for dtype, weights, _ in SOME[:2]]
     alone = trained("AdamW", as_float32, 6)
     for found, scaler in together(trained, 4, "AdamW", cut, 6, (4,), [Shard(1)]):
-        assert_come_to(found, alone[0])
+        assert_equal(found, alone[0])
         assert scaler == alone[1]
     for text, memory, held in together(explained, 4):
         assert "(moments='block8' is not for tensors with rows that processes share amid a block): 1 tensor" in text

@@ -13,36 +13,31 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.nn.parallel import DistributedDataParallel
 
 import halfstep
+from halfstep.shards import local
 from harness import assert_same
 from ranks import together
-from spreading import whole
+from spreading import give, whole
 
 SHAPES = ((9, 5), (2, 4), (7,))
 
 
-def sharded(mesh: DeviceMesh, seed: int, dtype: torch.dtype = torch.float16) -> list[nn.Parameter]:
+def sharded(mesh: DeviceMesh, seed: int, dtype: torch.dtype = torch.float16) -> list[Any]:
     generator = torch.Generator().manual_seed(seed)
     values = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
     placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
     return [nn.Parameter(distribute_tensor(value, mesh, placements, src_data_rank=None)) for value in values]
 
 
-def plain(seed: int, dtype: torch.dtype = torch.float16) -> list[nn.Parameter]:
+def plain(seed: int, dtype: torch.dtype = torch.float16) -> list[Any]:
     generator = torch.Generator().manual_seed(seed)
     return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
 
 
-def give(params: list[nn.Parameter], seed: int, scale: float = 1.0) -> None:
+def give_all(params: list[nn.Parameter], seed: int, scale: float = 1.0) -> None:
     generator = torch.Generator().manual_seed(seed)
     for param in params:
-        grad = (torch.randn(param.shape, generator=generator) * scale).to(param.dtype)
-        if isinstance(param, DTensor):
-            grad = distribute_tensor(grad, param.device_mesh, param.placements, src_data_rank=None)
-        param.grad = grad
-
-
-def local(tensor: Any) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        grad = torch.randn(param.shape, generator=generator) * scale
+        give(param, grad)
 
 
 def one_iteration(optimizer: Any, scaler: Any, how: str) -> tuple[bool, bool, float]:
@@ -70,11 +65,11 @@ def overflows(how: str) -> list[Any]:
     for where in ("nowhere", "shard", "plain"):
         own = plain(0) + sharded(mesh, 1)
         optimizer, scaler = halfstep.AdamW(own, lr=1e-2, backend="eager"), halfstep.GradScaler(init_scale=2.0**8)
-        give(own, 2)
+        give_all(own, 2)
         if dist.get_rank() == 1 and where != "nowhere":
             local(own[0 if where == "plain" else 3].grad).view(-1)[-1] = torch.inf if where == "shard" else torch.nan
         found.append(one_iteration(optimizer, scaler, how))
-        give(own, 3)
+        give_all(own, 3)
         found.append(one_iteration(optimizer, scaler, how))
     return found
 
@@ -104,7 +99,7 @@ def meshes_that_differ(how: str, ranks: tuple[list[int], list[int]]) -> list[tup
         own = plain(rank) if rank == 3 else list(itertools.chain(*(mine if rank else reversed(mine))))
         optimizer = halfstep.AdamW(own, lr=1e-2, backend="eager")
         scaler = halfstep.GradScaler(init_scale=2.0**8)
-        give(own, 3)
+        give_all(own, 3)
         if rank == culprit:
             local(own[0].grad).view(-1)[:1] = torch.inf
         if rank == lacking:
@@ -129,7 +124,7 @@ def test_p11_processes_whose_params_differ_decide_alike_and_do_not_wait(how: str
 def clipped(own: list[nn.Parameter], how: str) -> tuple[float, list[Tensor], list[Tensor]]:
     """Clip to 0.1 and step; return the norm, the params and the moments."""
     optimizer, scaler = halfstep.AdamW(own, lr=1e-2, backend="eager"), halfstep.GradScaler(init_scale=2.0**8)
-    give(own, 2, 2.0**8)
+    give_all(own, 2, 2.0**8)
     scaler.scale(torch.ones(()))
     if how != "fused":
         scaler.unscale_(optimizer)
@@ -171,7 +166,7 @@ def stock(fused: bool) -> list[Any]:
         own = plain(0, torch.float32) + sharded(mesh, 1, torch.float32)
         optimizer = torch.optim.AdamW([{"params": own[:3]}, {"params": own[3:]}], lr=1e-2, foreach=False)
         scaler = halfstep.GradScaler(init_scale=2.0**8)
-        give(own, 2)
+        give_all(own, 2)
         if overflow and dist.get_rank() == 0:
             local(own[0].grad)[0, 0] = torch.inf
         found.append(one_iteration(optimizer, scaler, "unscaled" if fused else "straight"))

@@ -19,8 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import halfstep
+from harness import assert_equal
 from ranks import outcomes, together
-from spreading import Net, assert_come_to, come_to, gradients, shard, train, whole
+from spreading import Net, come_to, gradients, shard, train, whole
 from test_ranks import EVERY, SOME
 from training import make
 
@@ -87,10 +88,10 @@ def test_p19_saved_by_two_loaded_by_three_and_by_one(tmp_path: Path) -> None:
     four = come_to(undisturbed.optimizer)
     undisturbed.train(range(4, 6))
     for found in together(saved, 2, tmp_path, 4):
-        assert_come_to(found, four)
+        assert_equal(found, four)
     for loaded, went_on, scaler in [resumed(tmp_path, range(4, 6)), *together(resumed, 3, tmp_path, range(4, 6))]:
-        assert_come_to(loaded, four)
-        assert_come_to(went_on, come_to(undisturbed.optimizer))
+        assert_equal(loaded, four)
+        assert_equal(went_on, come_to(undisturbed.optimizer))
         assert scaler == undisturbed.scaler.state_dict()
 
 
@@ -173,7 +174,27 @@ def test_p20_p23_whole_states_and_weights_go_in_and_out() -> None:
     averages = [ema.float32_weight(param) for param in run.model.parameters()]
     for found in together(in_and_out, 2, state, list(weights.values()), averages):
         for each in found:
-            assert_come_to(each, five)
+            assert_equal(each, five)
+
+
+def converted(state: dict[str, Any], weights: dict[str, Tensor], count: int) -> list[list[dict[str, Any]]]:
+    """What a whole state in exact formats becomes in compact ones, and then what float32 weights leave beside it."""
+    run, found = Run([(torch.float16, "split8", "block8"), (torch.bfloat16, "stochastic", "bfloat16")], count), []
+    run.optimizer.load_state_dict(state)
+    found.append(come_to(run.optimizer))
+    halfstep.load_weights(run.model, run.optimizer, weights)
+    return [*found, come_to(run.optimizer)]
+
+
+def test_p20_p23_what_is_rounded_by_chance_on_the_way_in_is_rounded_as_in_one_process() -> None:
+    run = Run([(torch.float16, "split16", "float32"), (torch.bfloat16, "split16", "float32")], 1)
+    run.train(range(3))
+    state = copy.deepcopy(run.optimizer.state_dict())
+    # no format here holds these
+    weights = {name: value.detach().float() / 3 for name, value in run.model.state_dict().items()}
+    alone = converted(state, weights, 1)
+    for found in together(converted, 2, state, weights, 2):
+        assert_equal(found, alone)
 
 
 def refusals() -> list[str]:
@@ -287,7 +308,7 @@ def test_zero_gives_the_bits_of_one_process(weights: str, how: str, half: torch.
     one, two = (halfstep.AdamW(params, lr=1e-2, backend="eager", weights=weights) for _ in range(2))
     one.load_state_dict(state)
     two.load_state_dict(found[0][1])
-    assert_come_to(come_to(one), come_to(two))
+    assert_equal(come_to(one), come_to(two))
 
 
 # ------------------------------------------------------------------ faults
@@ -342,4 +363,4 @@ def test_a_process_killed_while_saving_leaves_the_last_good_checkpoint(tmp_path:
     undisturbed = Run(SOME[:1], 1)
     undisturbed.train(range(5))
     for found in together(loads, 2, tmp_path):
-        assert_come_to(found, come_to(undisturbed.optimizer))
+        assert_equal(found, come_to(undisturbed.optimizer))

@@ -3,7 +3,6 @@
 import math
 import weakref
 from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors.torch
@@ -12,27 +11,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 import halfstep
-from harness import assert_same
+from harness import assert_equal, assert_same
 from test_state import PAIRS, Run
 from training import assert_alike
-
-
-def assert_equal(a: Any, b: Any) -> None:
-    """Raise unless both are the same, type for type and bit for bit."""
-    assert type(a) is type(b)
-    if isinstance(a, Tensor):
-        assert_same(a, b)
-    elif isinstance(a, dict):
-        assert list(a) == list(b)
-        assert [type(key) for key in a] == [type(key) for key in b]
-        for key in a:
-            assert_equal(a[key], b[key])
-    elif isinstance(a, list | tuple):
-        assert len(a) == len(b)
-        for one, other in zip(a, b, strict=True):
-            assert_equal(one, other)
-    else:
-        assert a == b or (a != a and b != b)
 
 
 @pytest.mark.parametrize(("weights", "moments"), PAIRS)

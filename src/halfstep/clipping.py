@@ -29,7 +29,7 @@ def clip_grad_norm_(optimizer: Any, max_norm: float, scaler: GradScaler | None =
         ``capturable`` it stays on the device, nothing waits for it, and such a step is left out.
 
     Raises:
-        TypeError: ``optimizer`` or ``scaler`` is not halfstep's.
+        TypeError: ``optimizer`` or ``scaler`` is not halfstep's, or a param is a slice of FSDP1's.
         ValueError: ``max_norm`` is negative or NaN.
         RuntimeError: the scaler has stepped and was not updated since.
 

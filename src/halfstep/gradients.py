@@ -69,6 +69,8 @@ def everywhere(optimizer: torch.optim.Optimizer) -> list[Spread]:
     Raises:
         TypeError: a param is FSDP1's, a plain tensor that does not say who has the rest.
     """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return []
     for param in params_of(optimizer):
         if getattr(param, "_fsdp_flattened", False):
             raise TypeError(

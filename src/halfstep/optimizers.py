@@ -21,7 +21,8 @@ class Adam(HalfOptimizer):
     $\theta_t = d\,\theta_{t-1} - \alpha_t\, m_t / (a_t \sqrt{v_t} + \epsilon)$, written out in `halfstep.rules.adam`.
 
     Args:
-        params: float16, bfloat16 or float32 params, named pairs, or group dicts; any shape, device and strides.
+        params: float16, bfloat16 or float32 params, named pairs, or group dicts; any shape, device and strides, sharded
+            (`DTensor`) or not.
         lr, betas, eps, weight_decay, maximize, decoupled_weight_decay: as in torch; ``lr`` may be a tensor.
         capturable: on a GPU, steps are counted there and nothing waits for it, so that a CUDA graph can hold a step;
             of what a replay is to see change, ``lr`` has to be a tensor on the device.

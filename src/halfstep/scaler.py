@@ -131,7 +131,7 @@ class GradScaler(torch.amp.GradScaler):
             RuntimeError: called twice, or after `step`, since the last `update`; or after a `clip_grad_norm_` that was
                 not given this scaler.
             ValueError: float16 gradients of an optimizer that is not halfstep's.
-            TypeError: a gradient is sparse.
+            TypeError: a gradient is sparse, or a param a slice of FSDP1's.
         """
         if self._enabled:
             self._check_scale_growth_tracker("unscale_")

@@ -113,7 +113,7 @@ def lines(param: Tensor) -> tuple[int, int, int]:
     """Return where in the whole a param's part lies, as `halfstep.contracts.Counter` has it: start, length, pitch.
 
     Raises:
-        ValueError: it is cut along two dims behind the first; the text is a clause that begins with which.
+        ValueError: it is cut along two dims behind the first; the text is a clause that begins so.
     """
     return _lines(tuple(param.shape), *_mesh_and_placements(param)) if sharded(param) else (0, 0, 0)
 
@@ -134,9 +134,7 @@ def _dim(placement: Any) -> int | None:
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides of a contiguous tensor."""
-    return tuple(itertools.accumulate((max(size, 1) for size in reversed(shape[1:])), int.__mul__, initial=1))[::-1][
-        : len(shape)
-    ]
+    return torch.empty(shape, device="meta").stride()
 
 
 @functools.lru_cache(maxsize=4096)
@@ -154,7 +152,11 @@ def _lines(shape: tuple[int, ...], mesh: Any, placements: tuple[Any, ...]) -> tu
     start = sum(first * stride for first, stride in zip(offset, _strides(shape), strict=True))
     cut = [dim for dim in range(1, len(shape)) if here[dim] != shape[dim]]
     if len(cut) > 1:
-        raise ValueError(f"cut along dims {' and '.join(map(str, cut))}")
+        raise ValueError(
+            f"cut along dims {' and '.join(map(str, cut))}, and its formats take random bits, which follow each "
+            "element's place in the whole: shard it along the first and one further dim at most, or choose "
+            "weights='split16', moments='float32'"
+        )
     return (start, math.prod(here[cut[0] :]), math.prod(shape[cut[0] :])) if cut else (start, 0, 0)
 
 

@@ -194,7 +194,4 @@ def _lines(name: str, param: Tensor) -> tuple[int, int, int]:
     try:
         return lines(param)
     except ValueError as error:
-        raise ValueError(
-            f"{name} is {error}, and its formats take random bits, which follow each element's place in the whole: "
-            "shard it along the first and one further dim at most, or choose weights='split16', moments='float32'"
-        ) from None
+        raise ValueError(f"{name} is {error}") from None

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 import halfstep
 from cli.test_process import outcome
 from halfstep.cli import converting
-from harness import assert_same
-from test_safe import assert_equal
+from harness import assert_equal, assert_same
 from training import Tied, drive, make, members
 
 
