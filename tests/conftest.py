@@ -8,7 +8,18 @@ from harness import HERE
 # the tests are many and small: threads of their own would only wait for each other
 torch.set_num_threads(1)
 
+#: what steps on the CPU in every format there is: one process runs these, so that each kernel is compiled once
+EVERY_KERNEL = {f"test_{name}" for name in ("parity", "state", "report", "dcp", "convert", "pairs", "written", "ema")}
+
 HALVES = (torch.float16, torch.bfloat16)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let each file's tests be run by one process, for ``--dist loadgroup``."""
+    for item in items:
+        name = item.path.stem
+        item.add_marker(pytest.mark.xdist_group("every kernel" if name in EVERY_KERNEL else name))
 
 
 @pytest.fixture(params=HALVES, ids=lambda dtype: str(dtype).removeprefix("torch."))

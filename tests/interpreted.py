@@ -279,7 +279,9 @@ def assert_alike_but_step(a: Any, b: Any) -> None:
         assert_states(mine, theirs)
 
 
-@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize(
+    ("half", "capturable"), [(torch.float16, False), (torch.float16, True), (torch.bfloat16, True)]
+)
 @pytest.mark.parametrize(("weights", "moments"), FORMATS)
 def test_p05_many_steps_with_a_scaler_a_clip_and_skips(
     weights: str, moments: str, capturable: bool, half: torch.dtype
@@ -332,7 +334,7 @@ def test_a_device_finds_the_scalars_of_any_step(rule: Any, betas: tuple[float, f
                 assert_same(scalars, want.float().view(1, -1))
 
 
-@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize(("half", "maximize"), [(torch.float16, False), (torch.bfloat16, True)])
 def test_steps_that_the_device_counts_follow_the_others(maximize: bool, half: torch.dtype) -> None:
     both = pair("split8", "block8", half, capturable=True, maximize=maximize)
     both[1].param_groups[0]["maximize"] = maximize

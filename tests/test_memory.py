@@ -54,8 +54,8 @@ for case in (
     param, optimizer = make(4096, *case)
     optimizer.step()
     optimizer.step()
-    # the first is so large that even a 16-bit copy of its param would show
-    size = 2 * int(sys.argv[2]) if case[3] == "float16" else int(sys.argv[2])
+    # two are so large that even a 16-bit copy of their params would show
+    size = 2 * int(sys.argv[2]) if case[1] in ("split16", "stochastic") and case[3] == "float16" else int(sys.argv[2])
     param, optimizer = make(size, *case)
     first = beside(optimizer.step)
     kept = sum(t.nbytes for t in optimizer.state[param].values() if isinstance(t, torch.Tensor))
@@ -73,7 +73,7 @@ def test_p28_a_step_needs_little_beside(backend: str) -> None:
     cases = [json.loads(line) for line in output.splitlines()]
     assert len(cases) == 5
     for layout, weights, moments, half, kept, *figures in cases:
-        assert kept >= SIZE * (4 if moments == "block8" else 10)
+        assert kept >= SIZE * (3 if moments == "block8" else 10)
         assert kept < SIZE * 8 or moments != "block8", "blocks were not for this shape"
         for what, figure in zip(("the first step", "a later step", "loading"), figures, strict=True):
             assert figure < LIMIT, f"{what}, {layout} {half} as {weights} and {moments}: {figure / 2**20:.0f} MiB"
@@ -81,7 +81,9 @@ def test_p28_a_step_needs_little_beside(backend: str) -> None:
 
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("moments", ["float32", "block8"])
-@pytest.mark.parametrize("transposed", [False, True], ids=["contiguous", "transposed"])
+@pytest.mark.parametrize(
+    ("half", "transposed"), [(torch.float16, False), (torch.bfloat16, True)], ids=["contiguous", "transposed"]
+)
 def test_p28_the_first_step_allocates_the_state_and_nothing_else_as_large_as_the_param(
     half: torch.dtype, backend: str, weights: str, moments: str, transposed: bool
 ) -> None:

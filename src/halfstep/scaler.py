@@ -205,8 +205,6 @@ class GradScaler(torch.amp.GradScaler):
 
     def skipped(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether the last `step` of this optimizer, or of the one it wraps, was left out; False before any."""
-        if not self._enabled:
-            return False
         return any(found.item() for found in self._found.get(innermost(optimizer), ()))
 
     @_disable_dynamo
@@ -221,30 +219,34 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return
         scale, tracker = self._check_scale_growth_tracker("update")
-        states = list(self._per_optimizer_states.values())
         if new_scale is not None:
             if isinstance(new_scale, Tensor) and (new_scale.numel() != 1 or new_scale.requires_grad):
                 raise AssertionError("new_scale should be a float or a 1-element tensor with requires_grad=False.")
             scale.fill_(self._check("new_scale", new_scale))
             self._watch_floor(float(new_scale))
         else:
+            states = self._per_optimizer_states.values()
             found = [there(f, scale.device) for state in states for f in state["found_inf_per_device"].values()]
             if not found:
                 raise AssertionError("No inf checks were recorded prior to update.")
             self._move(scale, tracker, torch.stack(found).amax())
-        for state in states:
-            drop(state.pop("widened", {}))
-        self._per_optimizer_states.clear()
-        self._float16_output = self._scaled = False
+        self._forget()
         self._floor.tell(self._min_scale)
 
     # ------------------------------------------------------------------ how
+
+    def _forget(self) -> None:
+        """End an iteration: what was noted of its outputs and optimizers, and what `unscale_` left in their params."""
+        for state in self._per_optimizer_states.values():
+            drop(state.pop("widened", {}))
+        self._per_optimizer_states.clear()
+        self._float16_output = self._scaled = False
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         super()._lazy_init_scale_growth_tracker(dev)
         self._patience = torch.full((), self._init_patience, dtype=torch.int32, device=dev)
         if self._device_open:
-            self._device, self._device_open = dev.type, False
+            self._device, self._device_open = torch.device(dev).type, False
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
