@@ -20,7 +20,7 @@ STOREYS = (
     ("schedule", "slots", "engine"),
     ("optimizers",),
     ("gradients", "norms", "scales", "floor", "scaler", "clipping", "teaching"),
-    ("ema", "weights", "torch_state", "safe"),
+    ("ema", "weights", "torch_state", "safe", "schedulers"),
     ("monitor",),
     ("integrations", "bench", "cli"),
 )

@@ -1,0 +1,1 @@
+"""halfstep inside the frameworks people train with: each module needs its framework, and is imported by name."""
