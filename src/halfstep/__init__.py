@@ -6,6 +6,7 @@ from halfstep.optimizers import SGD, Adam, AdamW, Lion
 from halfstep.products import float32_products, native_float16_products
 from halfstep.safe import load_safetensors, save_safetensors
 from halfstep.scaler import GradScaler
+from halfstep.schedulers import hold_scheduler
 from halfstep.teaching import AdamFP16, GradScalerFP16, WeightDecay
 from halfstep.torch_state import torch_state_dict
 from halfstep.weights import float32_state_dict, load_weights
@@ -23,6 +24,7 @@ __all__ = [
     "clip_grad_norm_",
     "float32_products",
     "float32_state_dict",
+    "hold_scheduler",
     "load_safetensors",
     "load_weights",
     "native_float16_products",

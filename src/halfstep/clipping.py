@@ -10,6 +10,7 @@ from halfstep.engine import HalfOptimizer
 from halfstep.gradients import holder, innermost
 from halfstep.norms import Clip, squares
 from halfstep.scaler import GradScaler
+from halfstep.tensors import type_of
 
 
 def clip_grad_norm_(optimizer: Any, max_norm: float, scaler: GradScaler | None = None) -> Tensor:
@@ -40,11 +41,11 @@ def clip_grad_norm_(optimizer: Any, max_norm: float, scaler: GradScaler | None =
     inner = innermost(optimizer)
     if not isinstance(inner, HalfOptimizer):
         raise TypeError(
-            f"optimizer is {_type(inner)}: must be one of halfstep's, whose step clips; for others use "
+            f"optimizer is {type_of(inner)}: must be one of halfstep's, whose step clips; for others use "
             "torch.nn.utils.clip_grad_norm_(params, max_norm) after scaler.unscale_(optimizer)"
         )
     if not isinstance(scaler, GradScaler | None):
-        raise TypeError(f"scaler is {_type(scaler)}: must be the halfstep.GradScaler that scaled the loss, or None")
+        raise TypeError(f"scaler is {type_of(scaler)}: must be the halfstep.GradScaler that scaled the loss, or None")
     if not (isinstance(max_norm, int | float | Tensor) and max_norm >= 0):
         raise ValueError(f"max_norm={max_norm!r}: must be a number >= 0, the largest norm of the unscaled gradients")
     inverse = 1.0 if scaler is None else scaler.inverse_of(inner)
@@ -54,7 +55,3 @@ def clip_grad_norm_(optimizer: Any, max_norm: float, scaler: GradScaler | None =
     norm = (total.sqrt() if inner.capturable else math.sqrt(total.item())) * inverse
     inner._clip = Clip.of(owner, norm, float(max_norm), inverse)
     return torch.as_tensor(norm).float()
-
-
-def _type(thing: Any) -> str:
-    return f"a {type(thing).__module__}.{type(thing).__qualname__}"

@@ -19,6 +19,7 @@ from halfstep.formats import FLOAT32, GRADS, PLAIN
 from halfstep.gradients import innermost
 from halfstep.rules.average import AVERAGE
 from halfstep.shards import local, spread, taken
+from halfstep.tensors import type_of
 
 
 @dataclass(slots=True)
@@ -66,7 +67,7 @@ class EMA:
         inner = innermost(optimizer)
         if not isinstance(inner, HalfOptimizer):
             raise TypeError(
-                f"optimizer is a {type(inner).__module__}.{type(inner).__qualname__}: must be one of halfstep's, which "
+                f"optimizer is {type_of(inner)}: must be one of halfstep's, which "
                 "keeps float32 weights to average; for others use torch.optim.swa_utils.AveragedModel(model)"
             )
         self._optimizer, self._decay = inner, _checked(decay)

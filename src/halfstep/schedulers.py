@@ -6,6 +6,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from halfstep.gradients import innermost
 from halfstep.scaler import GradScaler
+from halfstep.tensors import type_of
 
 
 def hold_scheduler(scheduler: LRScheduler, scaler: GradScaler) -> LRScheduler:
@@ -28,9 +29,9 @@ def hold_scheduler(scheduler: LRScheduler, scaler: GradScaler) -> LRScheduler:
         With a ``capturable`` optimizer the host sees no skip, and nothing is held.
     """
     if not isinstance(scheduler, LRScheduler):
-        raise TypeError(f"scheduler is a {type(scheduler).__qualname__}: must be one of torch.optim.lr_scheduler")
+        raise TypeError(f"scheduler is {type_of(scheduler)}: must be one of torch.optim.lr_scheduler")
     if not isinstance(scaler, GradScaler):
-        raise TypeError(f"scaler is a {type(scaler).__qualname__}: must be the halfstep.GradScaler that steps")
+        raise TypeError(f"scaler is {type_of(scaler)}: must be the halfstep.GradScaler that steps")
     kind, optimizer, stepped = type(scheduler), innermost(scheduler.optimizer), False
 
     def note(*_: Any) -> None:

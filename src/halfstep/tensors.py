@@ -147,3 +147,8 @@ def tensors_in(outputs: Any) -> list[Tensor]:
     if isinstance(outputs, Tensor):
         return [outputs]
     return [tensor for output in outputs for tensor in tensors_in(output)]
+
+
+def type_of(thing: Any) -> str:
+    """Return the type of an argument, for an error."""
+    return f"a {type(thing).__module__}.{type(thing).__qualname__}"

@@ -7,6 +7,7 @@ import torch
 from halfstep import checkpoint
 from halfstep.engine import HalfOptimizer
 from halfstep.gradients import innermost
+from halfstep.tensors import type_of
 
 #: What torch's groups do not have.
 _OURS = ("weights", "moments", "backend", "layout", "seed", "optimized_update", "absolute_weight_decay")
@@ -36,8 +37,7 @@ def torch_state_dict(optimizer: HalfOptimizer) -> dict[str, Any]:
     optimizer = innermost(optimizer)
     if not isinstance(optimizer, HalfOptimizer):
         raise TypeError(
-            f"optimizer is a {type(optimizer).__module__}.{type(optimizer).__qualname__}: must be one of halfstep's; "
-            "of torch's own call state_dict()"
+            f"optimizer is {type_of(optimizer)}: must be one of halfstep's; of torch's own call state_dict()"
         )
     packed = optimizer.state_dict()
     groups = [{name: value for name, value in group.items() if name not in _OURS} for group in packed["param_groups"]]

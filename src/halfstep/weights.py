@@ -17,6 +17,7 @@ from halfstep.gradients import innermost
 from halfstep.safe import load_safetensors
 from halfstep.shards import local, taken
 from halfstep.slots import Slot
+from halfstep.tensors import type_of
 
 
 @runtime_checkable
@@ -122,7 +123,7 @@ def _owners(optimizer: Any, kind: type[Any]) -> list[Any]:
     for owner in owners:
         if not isinstance(owner, kind):
             raise TypeError(
-                f"optimizer is a {type(owner).__module__}.{type(owner).__qualname__}: must be one of halfstep's, or a "
+                f"optimizer is {type_of(owner)}: must be one of halfstep's, or a "
                 "list of such: the weights of other optimizers are their params"
             )
     return owners

@@ -23,8 +23,9 @@ class FrameworkScaler(GradScaler):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        #: once this iteration has been updated: the scale that its gradients bear, and what stood beside it
-        self._borne: list[Tensor] | None = None
+        #: once this iteration has been updated: the scale that its gradients bear, and what an update moves as it was
+        self._borne: Tensor | None = None
+        self._before: list[Tensor] = []
 
     def scale(self, outputs: Any) -> Any:
         """Multiply by the scale; the first time after an update an iteration begins."""
@@ -50,16 +51,18 @@ class FrameworkScaler(GradScaler):
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Move the scale by what all optimizers that stepped in this iteration have found so far."""
-        if self._enabled:
-            moving = self._check_scale_growth_tracker("update")
-            assert self._patience is not None
-            moving = [*moving, self._patience]
-            if self._borne is None:
-                self._borne = [number.clone() for number in moving]
-            else:
-                for number, before in zip(moving, self._borne, strict=True):
-                    number.copy_(before)
+        if not self._enabled:
+            return
+        moving = [*self._check_scale_growth_tracker("update"), self._patience]
+        if self._borne is None:
+            self._before = [number.clone() for number in moving]
+            self._borne = self._before[0]
+        elif new_scale is None:
+            for number, before in zip(moving, self._before, strict=True):
+                number.copy_(before)
         super().update(new_scale)
+        if new_scale is not None:
+            self._before = [number.clone() for number in moving]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, with which an iteration begins."""
@@ -82,9 +85,10 @@ class FrameworkScaler(GradScaler):
     @contextmanager
     def _as_borne(self) -> Iterator[None]:
         """Let the scale be what the gradients of this iteration bear."""
-        moved = self._scale
-        if self._borne is not None:
-            self._scale = self._borne[0]
+        if self._borne is None:
+            yield
+            return
+        moved, self._scale = self._scale, self._borne
         try:
             yield
         finally:
