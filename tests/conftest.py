@@ -1,5 +1,8 @@
 """What every test may use."""
 
+import sys
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -37,3 +40,13 @@ def backend(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _accelerate_anew() -> Iterator[None]:
+    """What Accelerate's objects share is that of one test."""
+    yield
+    state = sys.modules.get("accelerate.state")
+    if state:
+        state.AcceleratorState._reset_state(True)
+        state.GradientState._reset_state()

@@ -1,8 +1,16 @@
 """What the tests of frameworks share: small real models made from configurations, and real text."""
 
+import contextlib
+import difflib
 import functools
+import io
+import re
+import runpy
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -48,3 +56,23 @@ def batches(count: int, size: int = BATCH) -> Iterator[dict[str, Tensor]]:
 def samples(count: int) -> list[dict[str, Tensor]]:
     """The samples of `batches`, one by one, as a dataset."""
     return [{"input_ids": tokens, "labels": tokens} for batch in batches(count, 1) for tokens in batch["input_ids"]]
+
+
+def example_losses(framework: str, *arguments: str) -> tuple[float, float]:
+    """Run a framework's example in float32 and in float16, and return the losses that they end with.
+
+    Raises where a script has 60 lines, or more than three differ.
+    """
+    scripts = [Path(__file__).parent.parent / "examples" / f"{framework}_{name}.py" for name in ("float32", "train")]
+    one, other = (script.read_text().splitlines() for script in scripts)
+    assert max(len(one), len(other)) < 60
+    # the first of these names the file
+    _, *changed = (line for line in difflib.unified_diff(one, other, n=0, lineterm="") if line.startswith("+"))
+    assert 1 <= len(changed) <= 3, changed
+    losses = []
+    for script in scripts:
+        printed = io.StringIO()
+        with mock.patch.object(sys, "argv", [str(script), *arguments]), contextlib.redirect_stdout(printed):
+            runpy.run_path(str(script), run_name="__main__")
+        losses.append(float(re.findall(r"loss\W+(\d+\.\d+)", printed.getvalue())[-1]))
+    return losses[0], losses[1]
