@@ -17,12 +17,10 @@ EVERY_KERNEL = {f"test_{name}" for name in ("parity", "state", "report", "dcp", 
 HALVES = (torch.float16, torch.bfloat16)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
     """Let each file's tests be run by one process, for ``--dist loadgroup``."""
-    for item in items:
-        name = item.path.stem
-        item.add_marker(pytest.mark.xdist_group("every kernel" if name in EVERY_KERNEL else name))
+    name = item.path.stem
+    item.add_marker(pytest.mark.xdist_group("every kernel" if name in EVERY_KERNEL else name))
 
 
 @pytest.fixture(params=HALVES, ids=lambda dtype: str(dtype).removeprefix("torch."))

