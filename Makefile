@@ -16,7 +16,7 @@ demo: $(READY)  ## train a small GPT four ways, to a table and a picture
 	$(BIN)/halfstep train --compare --dtype float16 --lr 1e-3 --out runs/demo
 
 test: lint types  ## all tests but the slow ones, a file at a time on each CPU
-	$(BIN)/pytest --numprocesses auto --dist loadgroup
+	$(BIN)/pytest --numprocesses auto
 
 test-slow: $(READY)  ## the slow ones: every float32 mantissa, long runs
 	$(BIN)/pytest -m slow --timeout 3600

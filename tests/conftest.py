@@ -2,9 +2,12 @@
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 from harness import HERE
 
@@ -17,10 +20,17 @@ EVERY_KERNEL = {f"test_{name}" for name in ("parity", "state", "report", "dcp", 
 HALVES = (torch.float16, torch.bfloat16)
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Let each file's tests be run by one process, for ``--dist loadgroup``."""
-    name = item.path.stem
-    item.add_marker(pytest.mark.xdist_group("every kernel" if name in EVERY_KERNEL else name))
+class FileByFile(LoadScopeScheduling):
+    """Each file's tests are run by one process."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        name = Path(nodeid.partition("::")[0]).stem
+        return "every kernel" if name in EVERY_KERNEL else name
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FileByFile:
+    """Let files be shared out among processes."""
+    return FileByFile(config, log)
 
 
 @pytest.fixture(params=HALVES, ids=lambda dtype: str(dtype).removeprefix("torch."))
