@@ -6,6 +6,7 @@ import functools
 import io
 import re
 import runpy
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,5 +75,12 @@ def example_losses(framework: str, *arguments: str) -> tuple[float, float]:
         printed = io.StringIO()
         with mock.patch.object(sys, "argv", [str(script), *arguments]), contextlib.redirect_stdout(printed):
             runpy.run_path(str(script), run_name="__main__")
-        losses.append(float(re.findall(r"loss\W+(\d+\.\d+)", printed.getvalue())[-1]))
+        losses.append(float(re.findall(r"loss\W+(\d+\.\d+|nan|inf)", printed.getvalue())[-1]))
     return losses[0], losses[1]
+
+
+def told_without(library: str, module: str) -> str:
+    """What importing a module of `halfstep.integrations` ends with where ``library`` is not installed."""
+    code = f"import sys; sys.modules[{library!r}] = None; import halfstep.integrations.{module}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    return done.stderr.splitlines()[-1]

@@ -3,7 +3,6 @@
 import contextlib
 import importlib
 import itertools
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,7 @@ pytest.importorskip("transformers", reason="halfstep[transformers] brings it")
 from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
 import halfstep
-from frameworks import BATCH, example_losses, gpt2, llama, samples, transformers
+from frameworks import BATCH, example_losses, gpt2, llama, samples, told_without, transformers
 from halfstep.integrations.accelerate import install
 from halfstep.integrations.scaling import FrameworkScaler
 from halfstep.integrations.transformers import Trainer, TrainerMixin
@@ -623,7 +622,6 @@ def test_a_pretrained_model_is_tuned_as_in_float32(minilm: Any, tmp_path: Path) 
             trainer.train()
         losses[kind, dtype] = torch.tensor(logged(trainer))
     want, ours, stock = losses.values()
-    print((ours - want).abs())
     assert want[-3:].mean() < want[:3].mean()
     assert ((ours - want).abs() <= 0.01 * want).all()
     # a NaN is logged as 0
@@ -636,17 +634,9 @@ def test_a_pretrained_model_is_tuned_as_in_float32(minilm: Any, tmp_path: Path) 
 def test_the_example_is_the_float32_script_with_three_other_lines(tmp_path: Path) -> None:
     want, got = example_losses("trainer", "--cpu", "--steps", "10", "--out", str(tmp_path))
     # as in the test above of losses
-    assert got == pytest.approx(want, rel=0.01)
+    assert got == pytest.approx(want, rel=0.001)
 
 
 def test_p29_without_the_library_the_import_says_what_to_install() -> None:
-    code = "import sys; sys.modules['transformers'] = None; import halfstep.integrations.transformers"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr
-    assert (
-        "ImportError: halfstep.integrations.transformers needs Transformers: pip install 'halfstep[transformers]'"
-    ) in told
-
-
-def test_the_package_alone_imports_no_transformers() -> None:
-    code = "import sys, halfstep; assert not {'transformers', 'accelerate', 'peft'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    told = "ImportError: halfstep.integrations.transformers needs Transformers: pip install 'halfstep[transformers]'"
+    assert told_without("transformers", "transformers") == told

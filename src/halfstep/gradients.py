@@ -120,15 +120,22 @@ def check(optimizer: torch.optim.Optimizer) -> None:
 
 def refuse_float16(optimizer: torch.optim.Optimizer) -> None:
     """Raise where an optimizer that is not halfstep's would step in float16; torch's fused ones do so in silence."""
-    kind = type(innermost(optimizer)).__name__
     for _, name, param in graded(optimizer):
         if torch.float16 in (param.dtype, param.grad.dtype):
-            raise ValueError(
-                f"Attempting to unscale FP16 gradients. {kind} would step {name} in float16, where "
-                "small gradients and updates are lost. Keep the model and change one line: optimizer = "
-                "halfstep.AdamW(...), which works on float32 weights; or give the scaler allow_fp16=True to unscale in "
-                "float16 all the same"
+            raise float16_error(
+                optimizer,
+                name,
+                "optimizer = halfstep.AdamW(...), which works on float32 weights; or give the scaler allow_fp16=True "
+                "to unscale in float16 all the same",
             )
+
+
+def float16_error(optimizer: torch.optim.Optimizer, name: str, change: str) -> ValueError:
+    """Return what tells of an optimizer that would step ``name`` in float16, and of the line to change."""
+    return ValueError(
+        f"Attempting to unscale FP16 gradients. {type(innermost(optimizer)).__name__} would step {name} in float16, "
+        f"where small gradients and updates are lost. Keep the model and change one line: {change}"
+    )
 
 
 def widen(optimizer: torch.optim.Optimizer, widened: dict[Tensor, torch.dtype | None]) -> None:

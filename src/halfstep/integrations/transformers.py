@@ -19,7 +19,7 @@ except ImportError as error:
     ) from error
 
 from halfstep.engine import HalfOptimizer
-from halfstep.gradients import innermost, params_of
+from halfstep.gradients import float16_error, innermost, params_of
 from halfstep.integrations.accelerate import install
 from halfstep.integrations.scaling import FrameworkScaler
 from halfstep.optimizers import SGD, AdamW, Lion
@@ -118,16 +118,13 @@ class TrainerMixin:
         stepped = {id(param) for param in (self.model.parameters() if made else params_of(inner))}
         for name, param in self.model.named_parameters():
             if param.requires_grad and param.dtype is torch.float16 and id(param) in stepped:
-                way_out = (
+                change = (
                     "leave out the optimizer that the Trainer was given, or give it halfstep's, such as "
                     "optimizer_cls_and_kwargs=(halfstep.AdamW, {...})"
                 )
                 if made and getattr(self, "optimizer_cls_and_kwargs", None) is None:
-                    way_out = f"optim={str(self.args.optim.value)!r} to one of {', '.join(_OPTIMIZERS)}"
-                raise ValueError(
-                    f"Attempting to unscale FP16 gradients. {type(inner).__name__} would step {name} in float16, where "
-                    f"small gradients and updates are lost. Keep the model and change one line: {way_out}"
-                )
+                    change = f"optim={str(self.args.optim.value)!r} to one of {', '.join(_OPTIMIZERS)}"
+                raise float16_error(inner, name, change)
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         trainers: Any = super()
