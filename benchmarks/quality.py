@@ -17,6 +17,7 @@ import json
 import math
 import multiprocessing
 import os
+import shlex
 import sys
 import time
 import traceback
@@ -64,18 +65,20 @@ class Run:
         return f"{self.dtype} {self.weights}" + (f" × {self.moments}" if self.moments != self.weights else "")
 
 
-def plan(tasks: Iterable[str], seeds: Iterable[int], dtypes: Iterable[str], only: list[str], steps: int) -> list[Run]:
-    """Return the runs asked for, the float32 ones always among them; ``steps`` of 0 are each task's own."""
+def plan(tasks: Iterable[str], seeds: list[int], dtypes: Iterable[str], only: list[str], steps: int) -> list[Run]:
+    """Return the runs asked for, the float32 ones always among them; no ``seeds``, no ``steps``: each task's own."""
     pairs = [("torch", "torch"), *itertools.product(WEIGHTS, MOMENTS)]
     ways = [("float32", "torch", "torch")]
     for dtype, (weights, moments) in itertools.product(dtypes, pairs):
         exists = weights == "torch" or DTYPES[dtype] in WEIGHTS[weights]
         if exists and (not only or {weights, moments} & set(only)):
             ways.append((dtype, weights, moments))
+    turns = [(turn, task, seed) for task in tasks for turn, seed in enumerate(seeds or TASKS[task].seeds)]
     # Seed by seed, so that a part of the matrix already says something of every way.
+    turns.sort(key=lambda at: at[0])
     return [
         Run(task, seed, *way, steps or TASKS[task].steps, TASKS[task].lr)
-        for seed, task, way in itertools.product(seeds, tasks, ways)
+        for (_, task, seed), way in itertools.product(turns, ways)
     ]
 
 
@@ -211,14 +214,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Train what has no result yet, show the tables or write the report, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[], help="of every task (default: each task's own)")
     parser.add_argument("--dtypes", nargs="+", choices=["bfloat16", "float16"], default=["bfloat16", "float16"])
     parser.add_argument("--only", nargs="+", default=[], choices=["torch", *WEIGHTS, *MOMENTS], metavar="NAME")
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side, each on cores / jobs threads")
     parser.add_argument("--out", type=Path, default=Path("runs/quality"))
     parser.add_argument("--steps", type=int, default=0, help="of every run, to try something out")
     parser.add_argument("--report", action="store_true", help="train nothing; write docs/quality.md from the results")
-    options = parser.parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    options = parser.parse_args(given)
     runs = plan(options.tasks, options.seeds, options.dtypes, options.only, options.steps)
     results = Results(options.out / "results.jsonl")
     failures = 0 if options.report else _train_missing(runs, results, options.jobs)
@@ -227,7 +231,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.report:
         if not records:
             sys.exit(f"--report: {options.out} has no results of these runs; train them first, without --report")
-        write_report(DOCS, tables, records, TASKS)
+        trained = [word for word in given if word != "--report"]
+        write_report(DOCS, tables, records, TASKS, shlex.join(["python", "benchmarks/quality.py", *trained]))
         return 0
     for task, rows in tables.items():
         print(f"\n{task}\n\n{markdown(rows)}")

@@ -152,9 +152,13 @@ def _number(value: float) -> str:
 
 
 def write_report(
-    folder: Path, tables: Mapping[str, Sequence[Row]], records: Sequence[Record], tasks: Mapping[str, Task]
+    folder: Path,
+    tables: Mapping[str, Sequence[Row]],
+    records: Sequence[Record],
+    tasks: Mapping[str, Task],
+    command: str,
 ) -> None:
-    """Write ``quality.md`` and ``quality.png`` into ``folder``."""
+    """Write ``quality.md`` and ``quality.png`` into ``folder``; ``command`` is what trained."""
     parts = [INTRO.format(limit=LIMIT)]
     for name, rows in tables.items():
         of = [record for record in records if record["task"] == name]
@@ -168,11 +172,10 @@ def write_report(
         )
         parts.append(f"## {name}\n\n{textwrap.fill(said, 120)}\n\n{markdown(rows)}\n")
     dates = sorted({record["date"] for record in records})
-    seeds = " ".join(map(str, sorted({record["seed"] for record in records})))
     parts.append(
-        f"## How it was made\n\n`python benchmarks/quality.py --jobs 2 --seeds {seeds}` trains, and the same with "
-        f"`--report` writes this page, {len(records)} runs from {dates[0]} to {dates[-1]}, with halfstep "
-        f"{_all(records, 'halfstep')}, on:\n\n{_all(records, 'machine')}\n"
+        f"## How it was made\n\n`{command}` trains, and the same with `--report` writes this page, {len(records):,} "
+        f"runs from {dates[0]} to {dates[-1]}, with halfstep {_all(records, 'halfstep')}, on:\n\n"
+        f"{_all(records, 'machine')}\n"
     )
     write_text(folder / "quality.md", "\n".join(parts))
     figure = picture(tables)
@@ -203,7 +206,7 @@ def picture(tables: Mapping[str, Sequence[Row]]) -> Figure:
     panels[0].set_yticks(range(len(names)), [f"{name}, {min(sizes[name]):.1f}" for name in names])
     panels[0].set_ylabel("weights × moments, bytes a parameter (the fewest of the tasks)")
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=2 * len(tables) - 1, frameon=False)
     return figure
 
 
@@ -218,16 +221,16 @@ def _panel(axes: Any, task: str, rows: Sequence[Row], names: Sequence[str]) -> N
     axes.axvline(LIMIT, label=f"± {LIMIT} %", **dots)
     axes.axvline(0, color="0.4", linewidth=0.8, zorder=1)
     for dtype, colour in COLOURS.items():
-        axes.plot([], [], "o", color=colour, markersize=3.5, label=f"{dtype}: seeds (dots), mean (bar)")
+        axes.plot([], [], "o", color=colour, markersize=3.5, label=f"{dtype}: seeds, mean ± its standard error")
     for row in rows:
         y = names.index(row.name) + (0.18 if row.dtype == "float16" else -0.18)
         colour = COLOURS[row.dtype]
         inside = [d for d in row.differences.values() if abs(d) <= limit]
-        axes.plot(inside, [y] * len(inside), "o", color=colour, markersize=3.5, alpha=0.6, markeredgewidth=0)
+        axes.plot(inside, [y] * len(inside), "o", color=colour, markersize=3.5, alpha=0.35, markeredgewidth=0)
         if abs(row.mean_difference) <= limit:
-            axes.plot(row.mean_difference, y, "|", color=colour, markersize=9, markeredgewidth=2)
-        if len(inside) < len(row.differences):
-            _outside(axes, row, y, limit, colour)
+            cross: dict[str, Any] = {"markersize": 9, "markeredgewidth": 2, "elinewidth": 2}
+            axes.errorbar(row.mean_difference, y, xerr=row.error, fmt="|", color=colour, **cross)
+        _outside(axes, row, y, limit, colour)
     axes.set_xlim(-limit, limit)
     axes.xaxis.set_major_locator(MaxNLocator(5))
     axes.set_ylim(-0.6, len(names) - 0.4)
@@ -239,13 +242,19 @@ def _panel(axes: Any, task: str, rows: Sequence[Row], names: Sequence[str]) -> N
 
 
 def _outside(axes: Any, row: Row, y: float, limit: float, colour: str) -> None:
-    """Write at the panel's edges what lies beyond them: the mean, or the seeds where the mean lies within."""
-    mean_inside = abs(row.mean_difference) <= limit
-    values = row.differences.values() if mean_inside else [row.mean_difference]
-    left = ", ".join(f"{value:+.2g}" for value in values if value < -limit)
-    right = ", ".join("NaN" if math.isnan(value) else f"{value:+.2g}" for value in values if not value <= limit)
+    """Write at the panel's edges what lies beyond them: the mean, or how many seeds where the mean lies within."""
+    middle = row.mean_difference
+    left, right = (_seeds(sum(side * d > limit for d in row.differences.values())) for side in (-1, 1))
+    if middle < -limit:
+        left, right = f"{middle:+.2g}", ""
+    elif not middle <= limit:
+        left, right = "", "NaN" if math.isnan(middle) else f"{middle:+.2g}"
     style: dict[str, Any] = {"color": colour, "fontsize": 7.5, "verticalalignment": "center"}
     if left:
         axes.text(-0.97 * limit, y, f"◂ {left}", horizontalalignment="left", **style)
     if right:
         axes.text(0.97 * limit, y, f"{right} ▸", horizontalalignment="right", **style)
+
+
+def _seeds(count: int) -> str:
+    return "1 seed" if count == 1 else f"{count} seeds" if count else ""

@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import json
 import math
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ quality: Any = importlib.import_module("quality")
 report: Any = importlib.import_module("quality_report")
 tasks: Any = importlib.import_module("quality_tasks")
 
-SMALL = ("--tasks", "line", "--dtypes", "float16", "--only", "torch", "split16", "--seeds", "0", "1")
+SMALL = ("--tasks", "line", "--dtypes", "float16", "--only", "torch", "split16")
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     inputs = torch.tensor([[1.0, 0.0]])
     data = tasks.Data(model, lambda seed, step: inputs, loss, [inputs, 2 * inputs])
-    monkeypatch.setitem(quality.TASKS, "line", tasks.Task("a line", 3, 1e-2, 1.0, lambda: data))
+    monkeypatch.setitem(quality.TASKS, "line", tasks.Task("a line", 3, 1e-2, 1.0, range(2), lambda: data))
     runs: list[Any] = []
     train = quality.train
     monkeypatch.setattr(quality, "train", lambda run: runs.append(run) or train(run))
@@ -65,6 +66,15 @@ def test_a_second_command_trains_nothing(tmp_path: Path, trained: list[Any], cap
     # what determines a result tells one run from another
     assert quality.main([*command, "--steps", "2"]) == 0
     assert len(trained) == 2 * len(ways)
+
+
+def test_seeds_are_the_tasks_own_and_go_side_by_side() -> None:
+    places = [(run.task, run.seed) for run in quality.plan(["gpt", "digits"], [], ["bfloat16"], ["torch"], 0)]
+    ways = 2
+    assert places[: 4 * ways] == [(task, seed) for seed in (3, 4) for task in ("gpt", "digits") for _ in range(ways)]
+    assert len(places) == ways * (3 + 48)
+    asked = quality.plan(["gpt", "digits"], [7], ["bfloat16"], ["torch"], 0)
+    assert [(run.task, run.seed) for run in asked] == [("gpt", 7)] * ways + [("digits", 7)] * ways
 
 
 def test_a_torn_line_is_trained_again(tmp_path: Path, trained: list[Any]) -> None:
@@ -152,7 +162,33 @@ def test_the_page_and_the_picture(tmp_path: Path, trained: list[Any], monkeypatc
     page = (tmp_path / "quality.md").read_text()
     assert "## line\n\nThe task is a line: 3 steps at a learning rate of 0.01, 2 seeds" in page
     assert "| float16 | torch AdamW | 10.00 | NaN" in page
+    assert f"`{shlex.join(['python', 'benchmarks/quality.py', *command])}` trains" in page
     assert (tmp_path / "quality.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_the_picture_has_no_room_for_is_written() -> None:
+    float32 = [record("float32", "torch", seed, loss) for seed, loss in enumerate([1.0, 1.001, 0.999])]
+    ways = {
+        "inside": [1.0, 1.001, 0.999],
+        "one": [1.0, 1.001, 1.009],
+        "two": [0.99, 1.011, 1.011],
+        "low": [0.9, 0.9, 0.9],
+        "high": [1.2, 1.2, 1.2],
+        "broken": [1.0, math.nan, 1.0],
+    }
+    records = [record("float16", way, seed, loss) for way, losses in ways.items() for seed, loss in enumerate(losses)]
+    axes = report.picture({"t": report.rows_of([*float32, *records], "t")}).axes[0]
+    names = [label.get_text().partition(" ")[0] for label in axes.get_yticklabels()]
+    said: dict[str, list[str]] = {}
+    for text in axes.texts:
+        said.setdefault(names[round(text.get_position()[1])], []).append(text.get_text())
+    assert said == {
+        "one": ["1 seed ▸"],
+        "two": ["◂ 1 seed", "2 seeds ▸"],
+        "low": ["◂ -10"],
+        "high": ["+20 ▸"],
+        "broken": ["NaN ▸"],
+    }
 
 
 @pytest.mark.parametrize("task", ["gpt", "digits", "minilm"])
@@ -174,7 +210,7 @@ def test_a_task_is_what_its_seeds_say(task: str) -> None:
 
 
 def test_the_rate_rises_over_a_twentieth_and_falls_to_the_end() -> None:
-    task = tasks.Task("", 100, 2.0, 0.0, None)
+    task = tasks.Task("", 100, 2.0, 0.0, (), None)
     rates = [task.rate(step, 100) for step in range(1, 101)]
     assert rates[:5] == pytest.approx([0.4, 0.8, 1.2, 1.6, 2.0])
     assert rates[5:] == pytest.approx([2.0 * (101 - step) / 95 for step in range(6, 101)])
