@@ -40,13 +40,14 @@ learning rate of 2e-3, or on unseen writers), 0.6 % (gpt at 1e-3) and 0.4 % (min
 16-bit products do and no format can mend. What is shown are other seeds, that no choice was made by. So the page
 compares formats in calm trainings; it does not say that every training in 16 bits ends this close.
 
-digits has 48 seeds where the others have three, because a single run of it says little: with the float32 weight kept
-exactly (`split16` × `float32`), runs end 0.4 % from float32's in bfloat16 and 1.1 % in float16, by standard deviation.
-So the mean of three is known to 0.2 % at best, which cannot tell {limit} %: the seeds 3 to 5 alone give bfloat16's
-`split16` × `block8` -0.36 ± 0.17 %. In float16 it is the steps that the scaler skips while it finds its scale: the 14
-seeds that skip none end at -0.02 ± 0.01 %, and the other 34 lose a batch or two. What `block8` itself does shows
-against `float32` moments of the same weights and seeds: with `split16` digits ends 0.17 ± 0.05 % lower in bfloat16 and
-0.10 ± 0.04 % lower in float16, a sixtieth and a hundredth of what another seed does.
+digits has 48 seeds where the others have three, a number chosen after three were seen, because a single run of it says
+little: with the float32 weight kept exactly (`split16` × `float32`), runs end 0.4 % from float32's in bfloat16 and 1.1
+% in float16, by standard deviation. So the mean of three is known to 0.2 % at best, which cannot tell {limit} %: the
+seeds 3 to 5 alone give bfloat16's `split16` × `block8` -0.36 ± 0.17 %. In float16 it is the steps that the scaler
+skips while it finds its scale: the 14 seeds that skip none end at -0.02 ± 0.01 %, and the other 34 lose a batch or
+two. What `block8` itself does shows against `float32` moments of the same weights and seeds: with `split16` digits
+ends 0.17 ± 0.05 % lower in bfloat16 and 0.10 ± 0.04 % lower in float16, a sixtieth and a hundredth of what another
+seed does.
 
 ![Distances of the validation losses from float32 training](quality.png)
 """
