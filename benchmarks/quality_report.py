@@ -40,14 +40,11 @@ learning rate of 2e-3, or on unseen writers), 0.6 % (gpt at 1e-3) and 0.4 % (min
 16-bit products do and no format can mend. What is shown are other seeds, that no choice was made by. So the page
 compares formats in calm trainings; it does not say that every training in 16 bits ends this close.
 
-digits has 48 seeds where the others have three, a number chosen after three were seen, because a single run of it says
-little: with the float32 weight kept exactly (`split16` × `float32`), runs end 0.4 % from float32's in bfloat16 and 1.1
-% in float16, by standard deviation. So the mean of three is known to 0.2 % at best, which cannot tell {limit} %: the
-seeds 3 to 5 alone give bfloat16's `split16` × `block8` -0.36 ± 0.17 %. In float16 it is the steps that the scaler
-skips while it finds its scale: the 14 seeds that skip none end at -0.02 ± 0.01 %, and the other 34 lose a batch or
-two. What `block8` itself does shows against `float32` moments of the same weights and seeds: with `split16` digits
-ends 0.17 ± 0.05 % lower in bfloat16 and 0.10 ± 0.04 % lower in float16, a sixtieth and a hundredth of what another
-seed does.
+Under each table stands by how much a single run deviates from float32's although its float32 weight is kept exactly.
+On digits that is so much that a mean of three seeds cannot tell {limit} %: there bfloat16's `split16` × `block8` ended
+at -0.36 ± 0.17 % (`--tasks digits --only block8 --seeds 3 4 5` prints it). So digits has 48 seeds, a number chosen
+after three were seen, and the others have three. In float16 a run deviates most where the scaler skips steps while it
+finds its scale: it loses those batches.
 
 ![Distances of the validation losses from float32 training](quality.png)
 """
@@ -63,7 +60,7 @@ class Row:
         moments: how the moments are kept.
         bytes: held for each parameter.
         losses: the validation loss of each seed.
-        skipped: steps that the scaler left out, over all seeds.
+        skipped: steps that the scaler left out, for each seed.
         differences: from the float32 loss of the seed, in percent, for the seeds that have both.
         band: the spread of float32's losses, in percent of their mean.
     """
@@ -73,7 +70,7 @@ class Row:
     moments: str
     bytes: float
     losses: Mapping[int, float]
-    skipped: int
+    skipped: Mapping[int, int]
     differences: Mapping[int, float]
     band: float
 
@@ -125,7 +122,7 @@ def rows_of(records: Iterable[Record], task: str) -> list[Row]:
     for way, group in groups.items():
         losses = {record["seed"]: record["validation_loss"] for record in group}
         differences = {seed: 100 * (loss / base[seed] - 1) for seed, loss in losses.items() if seed in base}
-        skipped = sum(record["skipped"] for record in group)
+        skipped = {record["seed"]: record["skipped"] for record in group}
         rows.append(Row(*way, mean(record["bytes"] for record in group), losses, skipped, differences, band))
     return sorted(rows, key=lambda row: (row.dtype != "float32", row.dtype, row.bytes, row.name))
 
@@ -146,10 +143,31 @@ def markdown(rows: Sequence[Row]) -> str:
             distance += " %" if math.isnan(row.error) else f" ± {row.error:.2f} %"
         cells = [
             row.dtype, row.name, f"{row.bytes:.2f}", _number(mean(row.losses.values())),
-            _number(spread(row.losses.values())) if len(row.losses) > 1 else "-", distance, same, str(row.skipped),
+            _number(spread(row.losses.values())) if len(row.losses) > 1 else "-", distance, same,
+            str(sum(row.skipped.values())),
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def deviations(rows: Iterable[Row]) -> str:
+    """Return a paragraph on what one run says: how far those that keep the float32 weight deviate from float32's.
+
+    Standard deviations of the distances over the seeds, where there are two; in brackets over the seeds that skipped no
+    step, where others did.
+    """
+    texts = []
+    for row in rows:
+        deviation = spread(row.differences.values())
+        if (row.weights, row.moments) != ("split16", "float32") or math.isnan(deviation):
+            continue
+        text = f"in {row.dtype} by {deviation:.2f} %"
+        calm = [distance for seed, distance in row.differences.items() if row.skipped[seed] == 0]
+        if 1 < len(calm) < len(row.differences):
+            text += f" (over the {len(calm)} seeds that skip no step by {spread(calm):.2f} %)"
+        texts.append(text)
+    said = f"A single run of `split16` × `float32` deviates {', '.join(texts)}."
+    return f"\n{textwrap.fill(said, 120)}\n" if texts else ""
 
 
 def _number(value: float) -> str:
@@ -175,9 +193,9 @@ def write_report(
             f"The task is {tasks[name].what}: {steps:,} steps at a learning rate of {of[0]['lr']:g}, {len(seeds)} "
             f"seeds; {seconds:.1f} seconds a run."
         )
-        parts.append(f"## {name}\n\n{textwrap.fill(said, 120)}\n\n{markdown(rows)}\n")
+        parts.append(f"## {name}\n\n{textwrap.fill(said, 120)}\n\n{markdown(rows)}\n{deviations(rows)}")
     dates = sorted({record["date"] for record in records})
-    when = " to ".join(dates[:1] + dates[1:][-1:])
+    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     parts.append(
         f"## How it was made\n\n`{command}` trains, and the same with `--report` writes this page, {len(records):,} "
         f"runs of {when}, with halfstep {_all(records, 'halfstep')}, on:\n\n"
@@ -195,7 +213,7 @@ def _all(records: Iterable[Record], key: str) -> str:
 #: percent at which a panel ends at the latest
 WIDEST = 1.0
 #: width of a panel with the margins in which stands what lies beyond its ends
-MARGIN = 1.5
+MARGIN = 1.6
 COLOURS = {"bfloat16": "tab:blue", "float16": "tab:orange"}
 
 

@@ -144,6 +144,26 @@ def test_a_distance_within_the_limit_but_beyond_the_seeds_is_not_the_same() -> N
     assert not row.same
 
 
+def test_what_a_single_run_says() -> None:
+    def exact(dtype: str, losses: list[float], skipped: list[int]) -> list[dict[str, Any]]:
+        runs = [record(dtype, "split16", seed, loss) for seed, loss in enumerate(losses)]
+        return [{**run, "moments": "float32", "skipped": n} for run, n in zip(runs, skipped, strict=True)]
+
+    float32 = [record("float32", "torch", seed, 2.0) for seed in range(4)]
+    # distances of 0.1, 0.2, 0.3 and 0.4 %, whose deviation is the root of 0.05 / 3
+    bfloat16 = exact("bfloat16", [2.002, 2.004, 2.006, 2.008], [0, 0, 0, 0])
+    # 1, 2, -1 and 9 %: all four deviate by the root of 56.75 / 3, the first two by that of a half
+    float16 = exact("float16", [2.02, 2.04, 1.98, 2.18], [0, 0, 1, 3])
+    others = [record("float16", "split8", seed, 3.0) for seed in range(4)]
+    said = report.deviations(report.rows_of([*float32, *bfloat16, *float16, *others], "t"))
+    assert " ".join(said.split()) == (
+        "A single run of `split16` × `float32` deviates in bfloat16 by 0.13 %, in float16 by 4.35 % "
+        "(over the 2 seeds that skip no step by 0.71 %)."
+    )
+    assert report.deviations(report.rows_of([*float32, *others], "t")) == ""
+    assert report.deviations(report.rows_of([float32[0], bfloat16[0]], "t")) == ""
+
+
 def test_one_seed_shows_no_spread() -> None:
     rows = report.rows_of([record("float32", "torch", 0, 2.0), record("float16", "split16", 0, 2.001)], "t")
     assert not rows[1].same
@@ -163,6 +183,8 @@ def test_the_page_and_the_picture(tmp_path: Path, trained: list[Any], monkeypatc
     assert "## line\n\nThe task is a line: 3 steps at a learning rate of 0.01, 2 seeds" in page
     assert "| float16 | torch AdamW | 10.00 | NaN" in page
     assert f"`{shlex.join(['python', 'benchmarks/quality.py', *command])}` trains" in page
+    assert f" runs of {lines(tmp_path / 'out')[0]['date']}, with halfstep " in page
+    assert "A single run of `split16` × `float32` deviates in float16 by " in page
     assert (tmp_path / "quality.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -189,6 +211,20 @@ def test_what_the_picture_has_no_room_for_is_written() -> None:
         "high": ["+20 ▸"],
         "broken": ["NaN ▸"],
     }
+
+
+def test_what_is_written_beside_a_panel_lies_over_no_seed() -> None:
+    losses = [1.0, *([0.98] * 20), *([1.02] * 20)]
+    float32 = [record("float32", "torch", seed, 1.0 + 0.01 * (seed % 2)) for seed in range(len(losses))]
+    runs = [record("float16", "split16", seed, loss) for seed, loss in enumerate(losses)]
+    rows = report.rows_of([*float32, *runs], "t")
+    figure = report.picture(dict.fromkeys(("a", "b", "c"), rows))
+    figure.canvas.draw()
+    for axes in figure.axes:
+        end = axes.get_xlim()[1] / report.MARGIN
+        left, right = sorted(axes.texts, key=lambda text: text.get_position()[0])
+        within = [text.get_window_extent().transformed(axes.transData.inverted()) for text in (left, right)]
+        assert within[0].x1 < -end < end < within[1].x0
 
 
 @pytest.mark.parametrize("task", ["gpt", "digits", "minilm"])
